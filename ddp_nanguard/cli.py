@@ -1,0 +1,88 @@
+"""``ddp-nanguard``: parses the command line and hands over to one function per command.
+
+Exit codes: 0, 2 for wrong usage or a dump that cannot be used (one line on stderr); ``replay`` has more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from .errors import DumpError
+
+WRONG_USAGE = 2
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    command: Command = options.command
+    try:
+        return command(options)
+    except DumpError as error:
+        print(f"ddp-nanguard: {error}", file=sys.stderr)
+        return WRONG_USAGE
+    except BrokenPipeError:
+        # the reader of a pipe has seen enough; nothing may be flushed into it at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ddp-nanguard", description="Lists, shows and replays the dumps of NanGuard.")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_list(commands)
+    _add_show(commands)
+    return parser
+
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def _add_list(commands: Commands) -> None:
+    parser = commands.add_parser("list", help="the dumps in one or several dump_dirs")
+    parser.add_argument("directories", nargs="+", metavar="DIR", help="dump_dir of a run, or of each of its nodes")
+    parser.set_defaults(command=run_list)
+
+
+def _add_show(commands: Commands) -> None:
+    parser = commands.add_parser("show", help="what a dump says about its fault")
+    parser.add_argument("dump", nargs="+", metavar="DUMP", help="a dump, or its parts on several nodes")
+    parser.add_argument("--json", action="store_true", help="the report as JSON")
+    parser.set_defaults(command=run_show)
+
+
+def run_list(options: argparse.Namespace) -> int:
+    """``ddp-nanguard list DIR...``."""
+    from .dump.read import list_dumps
+    from .report.table import dump_table
+
+    print(dump_table(list_dumps(options.directories)), end="")
+    return 0
+
+
+def run_show(options: argparse.Namespace) -> int:
+    """``ddp-nanguard show DUMP [--json]``."""
+    from .dump.read import open_dump
+    from .report.text import report_text
+
+    dump = open_dump(options.dump, verify=False)
+    if options.json:
+        print(json.dumps(dump.report.to_dict(), indent=1))
+    else:
+        # it may have been copied, or lie on several nodes
+        report = dataclasses.replace(dump.report, dump_path=" ".join(map(str, dump.paths)))
+        manifest = {**dump.manifest, "ranks_present": dump.ranks, "size_bytes": dump.size_bytes}
+        print(report_text(report, manifest, color=sys.stdout.isatty() and "NO_COLOR" not in os.environ), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""`GuardConfig`: every option of the guard, with its environment variable. The only reader of ``os.environ``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin
+
+from .site import Phase
+
+ENV_PREFIX = "NANGUARD_"
+
+
+@dataclass(frozen=True)
+class GuardConfig:
+    """Options of `NanGuard`. Each is also an environment variable ``NANGUARD_<OPTION>`` that wins over the code.
+
+    Lists are given in the environment as comma-separated values, booleans as 0/1/true/false, None as ``none``.
+    """
+
+    enabled: bool = True
+    """False: the guard does nothing at all."""
+    on_fault: Literal["stop", "skip", "warn"] = "stop"
+    """``stop`` raises on every rank, ``skip`` clears the gradients and goes on, ``warn`` lets the update go ahead."""
+    max_skips: int = 10
+    """Under ``skip``, the number of skipped steps after which the next fault stops."""
+    on_loss: Literal["stop", "warn"] = "stop"
+    """What a non-finite loss does whose gradients are all finite; ignored with a scaler."""
+    watch: tuple[str, ...] = tuple(str(phase) for phase in Phase)
+    """Phases that are looked at."""
+    skip_types: tuple[str, ...] = ()
+    """Class names of modules that get no probe."""
+    ignore: tuple[str, ...] = ()
+    """fnmatch patterns on layer and parameter names: no trigger, no origin."""
+    history: int = 16
+    """Number of past steps whose minimum and maximum per slot are kept."""
+    dump_dir: str | None = "nan_dumps"
+    """Directory of the dumps; None writes none."""
+    dump_keep: int = 5
+    """Number of whole dumps that are kept; 0 keeps all."""
+    dump_weights: bool = True
+    """Whether a dump holds the weights."""
+    dump_optimizer: bool = True
+    """Whether a dump holds the optimizer state."""
+    exit_code: int = 65
+    """Exit code of every worker when the error is not caught."""
+    timeout_s: float = 60.0
+    """Seconds that the fault path waits for peers."""
+    grad_norm_warn: float | None = None
+    """Warn when the L2 norm of all gradients exceeds this."""
+    state_every: int = 100
+    """Optimizer state is looked at in the first step and then every so many steps."""
+    max_consecutive_overflows: int = 20
+    """Overflows in a row after which a scaler counts as collapsed."""
+    scale_floor: float = 2.0**-14
+    """A scale below this counts as collapsed."""
+    copy_batch: bool = False
+    """Copy each micro-batch instead of keeping references."""
+    hold_batches: Literal["device", "host"] = "device"
+    """Where the window's micro-batches are held."""
+    keep_previous: bool = False
+    """Keep weights, optimizer state and window from before each update, so that a bad update can be undone and replayed."""
+    first_step: int = 0
+    """Number of the first step; a resumed run gives its global step."""
+
+    @classmethod
+    def from_code_and_environment(cls, options: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> GuardConfig:
+        """Options given in code, overridden by the environment.
+
+        Raises:
+            ValueError: an unknown option or a value that does not fit, naming the option, the value and the valid ones.
+        """
+        environ = os.environ if environ is None else environ
+        known = {field.name for field in dataclasses.fields(cls)}
+        for name in options:
+            if name not in known:
+                raise ValueError(f"unknown option {name!r}; valid options: {', '.join(sorted(known))}")
+        merged = dict(options)
+        for key, text in environ.items():
+            if not key.startswith(ENV_PREFIX) or key in RESERVED_ENVIRONMENT:
+                continue
+            name = key.removeprefix(ENV_PREFIX).lower()
+            if name not in known:
+                valid = ", ".join(sorted(ENV_PREFIX + field.upper() for field in known))
+                raise ValueError(f"unknown environment variable {key}={text!r}; valid ones: {valid}")
+            merged[name] = _parse(key, text, _annotation(cls, name))
+        config = cls(**{name: _frozen(value) for name, value in merged.items()})
+        config._validate()
+        return config
+
+    def _validate(self) -> None:
+        for field in dataclasses.fields(self):
+            _check_type(field.name, getattr(self, field.name), _annotation(type(self), field.name))
+        phases = [str(phase) for phase in Phase]
+        for phase in self.watch:
+            if phase not in phases:
+                raise ValueError(f"option watch={phase!r} is no phase; valid: {', '.join(phases)}")
+        for name in ("max_skips", "dump_keep", "first_step"):
+            _require(name, getattr(self, name), getattr(self, name) >= 0, "a number of at least 0")
+        for name in ("history", "state_every", "max_consecutive_overflows"):
+            _require(name, getattr(self, name), getattr(self, name) >= 1, "a number of at least 1")
+        _require("exit_code", self.exit_code, 1 <= self.exit_code <= 255, "a code from 1 to 255")
+        _require("timeout_s", self.timeout_s, self.timeout_s > 0, "a number of seconds above 0")
+        if self.grad_norm_warn is not None:
+            _require("grad_norm_warn", self.grad_norm_warn, self.grad_norm_warn > 0, "a number above 0, or None")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options as JSON-ready data."""
+        return json.loads(json.dumps(dataclasses.asdict(self)))  # type: ignore[no-any-return]  # tuples become lists
+
+
+RESERVED_ENVIRONMENT = frozenset({ENV_PREFIX + "INJECT"})
+"""Variables with the prefix that are no options."""
+
+
+def _annotation(cls: type, name: str) -> Any:
+    return typing.get_type_hints(cls)[name]
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _require(name: str, value: object, holds: bool, expected: str) -> None:
+    if not holds:
+        raise ValueError(f"option {name}={value!r} is out of range; give {expected}")
+
+
+def _check_type(name: str, value: object, annotation: Any) -> None:
+    if not _fits(value, annotation):
+        raise ValueError(f"option {name}={value!r} does not fit; valid: {_describe(annotation)}")
+
+
+def _fits(value: object, annotation: Any) -> bool:
+    origin = get_origin(annotation)
+    if origin is Literal:
+        return value in get_args(annotation)
+    if origin is types.UnionType:
+        return any(_fits(value, member) for member in get_args(annotation))
+    if origin is tuple:
+        return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+    if annotation is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if annotation is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, annotation)
+
+
+def _describe(annotation: Any) -> str:
+    origin = get_origin(annotation)
+    if origin is Literal:
+        return ", ".join(repr(choice) for choice in get_args(annotation))
+    if origin is types.UnionType:
+        return " or ".join(_describe(member) for member in get_args(annotation))
+    if origin is tuple:
+        return "a list of strings"
+    return {bool: "True or False", int: "a whole number", float: "a number", str: "a string", type(None): "None"}[annotation]
+
+
+def _parse(key: str, text: str, annotation: Any) -> Any:
+    """The value of an environment variable as the option's type."""
+    try:
+        return _parse_as(text.strip(), annotation)
+    except (ValueError, KeyError):
+        raise ValueError(f"environment variable {key}={text!r} does not fit; valid: {_describe(annotation)}") from None
+
+
+def _parse_as(text: str, annotation: Any) -> Any:
+    origin = get_origin(annotation)
+    if origin is types.UnionType:
+        return None if text.lower() == "none" else _parse_as(text, get_args(annotation)[0])
+    if origin is Literal:
+        return {choice: choice for choice in get_args(annotation)}[text]
+    if origin is tuple:
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    if annotation is bool:
+        return {"1": True, "true": True, "0": False, "false": False}[text.lower()]
+    return annotation(text)

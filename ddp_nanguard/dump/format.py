@@ -1,0 +1,390 @@
+"""The dump on disk: names, JSON, safetensors and npz files, checksums. Nothing here unpickles or imports anything.
+
+[Note: chunk] A safetensors file of tensors that are parts of larger ones carries, under the metadata key
+``DCP_SHARDING_INFO``, where each lies in the whole (``saved_offsets``), as torch.distributed.checkpoint writes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ddp_nanguard.errors import DumpError
+from ddp_nanguard.pieces import Piece
+from ddp_nanguard.site import json_safe
+
+PARTIAL = ".partial"
+LOCK_FILE = ".lock"
+MANIFEST = "manifest.json"
+REPORT = "report.txt"
+STATE_JSON = "state.json"
+STATE_DIR = "state"
+FILES_JSON = "files.json"
+WRITER_JSON = "writer.json"
+EVIDENCE = "evidence.json"
+WINDOW = "window"
+OWN = "own.safetensors"
+HISTORY = "history.npz"
+
+OFFSETS_KEY = "DCP_SHARDING_INFO"
+COPY_BYTES = 64 * 2**20
+"""The most that is copied to the host at a time, and the size of a file in state/."""
+DIGEST_BYTES = 16
+
+_STORED_AS = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+}
+"""What both safetensors and the reader of torch.distributed.checkpoint take; everything else is stored as integers."""
+_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?(\.partial)?")
+
+
+@dataclass(frozen=True, order=True)
+class DumpName:
+    """The name of a dump directory: ``step-00004812``, ``step-00004812.2``, ``step-00004812.partial``."""
+
+    step: int
+    number: int = 1
+    partial: bool = False
+
+    @classmethod
+    def parse(cls, name: str) -> DumpName | None:
+        """The parts of a directory's name; None if it is no dump's."""
+        match = _NAME.fullmatch(name)
+        return cls(int(match[1]), int(match[2] or 1), bool(match[3])) if match else None
+
+    def __str__(self) -> str:
+        number = f".{self.number}" if self.number > 1 else ""
+        return f"step-{self.step:08d}{number}{PARTIAL if self.partial else ''}"
+
+
+def rank_name(rank: int) -> str:
+    """Directory of one rank's files within a dump."""
+    return f"rank-{rank:05d}"
+
+
+def ranks_in(dump: Path) -> list[int]:
+    """Ranks with a directory in ``dump``, sorted."""
+    names = [path.name for path in dump.glob("rank-*") if path.is_dir()]
+    return sorted(int(name.removeprefix("rank-")) for name in names if name.removeprefix("rank-").isdigit())
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file as a dump lists it.
+
+    Attributes:
+        path: relative to the dump, with forward slashes.
+        size_bytes: its length.
+        blake2b: hex digest of its bytes.
+    """
+
+    path: str
+    size_bytes: int
+    blake2b: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready data."""
+        return {"path": self.path, "size_bytes": self.size_bytes, "blake2b": self.blake2b}
+
+
+class _Hashed:
+    """A binary file being written, with the digest and the length of what went in."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        self.size_bytes = 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        view = memoryview(data).cast("B")
+        self._file.write(view)
+        self.digest.update(view)
+        self.size_bytes += len(view)
+        return len(view)
+
+    def flush(self) -> None:
+        """Part of what `zipfile` asks of a stream."""
+
+    def close(self) -> None:
+        """Likewise; `_write_file` closes."""
+
+
+def _write_file(root: Path, path: str, fill: Callable[[_Hashed], object]) -> FileEntry:
+    """Writes, syncs and lists one file; a file that could not be written whole is removed."""
+    target = root / path
+    try:
+        with open(target, "wb") as file:
+            hashed = _Hashed(file)
+            fill(hashed)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        target.unlink(missing_ok=True)
+        raise
+    return FileEntry(path, hashed.size_bytes, hashed.digest.hexdigest())
+
+
+def sync_directory(path: Path) -> None:
+    """Makes names within a directory durable; file systems that cannot are left alone."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        pass
+    finally:
+        os.close(descriptor)
+
+
+def list_file(root: Path, path: str) -> FileEntry:
+    """The entry of a file that somebody else has written."""
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    size_bytes = 0
+    with open(root / path, "rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+            size_bytes += len(block)
+    return FileEntry(path, size_bytes, digest.hexdigest())
+
+
+# JSON and text
+
+
+def write_text(root: Path, path: str, text: str) -> FileEntry:
+    """Writes a text file, UTF-8."""
+    return _write_file(root, path, lambda file: file.write(text.encode()))
+
+
+def write_json(root: Path, path: str, data: Any) -> FileEntry:
+    """Writes strict JSON: non-finite numbers as strings, what JSON does not know as its ``str()``."""
+    return write_text(root, path, json.dumps(json_safe(data), indent=1, allow_nan=False, default=str) + "\n")
+
+
+def read_json(root: Path, path: str) -> Any:
+    """Reads a JSON file.
+
+    Raises:
+        DumpError: it is missing or no JSON.
+    """
+    try:
+        return json.loads((root / path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DumpError(
+            f"{root / path} is missing: the dump is incomplete; copy it again from where it was written"
+        ) from None
+    except OSError as error:
+        raise DumpError(f"{root / path} cannot be read: {error.strerror}; check its permissions and the disk") from None
+    except ValueError as error:
+        raise DumpError(
+            f"{root / path} is no valid JSON ({error}); copy the dump again from where it was written"
+        ) from None
+
+
+# npz
+
+
+def write_arrays(root: Path, path: str, arrays: Mapping[str, np.ndarray[Any, Any]]) -> FileEntry:
+    """Writes an npz file that ``np.load(allow_pickle=False)`` opens; names are free of the limits of ``np.savez``."""
+
+    def fill(file: _Hashed) -> None:
+        with zipfile.ZipFile(file, "w") as archive:
+            for name, array in arrays.items():
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                    np.lib.format.write_array(entry, np.asanyarray(array), allow_pickle=False)
+
+    return _write_file(root, path, fill)
+
+
+def read_arrays(root: Path, path: str) -> dict[str, np.ndarray[Any, Any]]:
+    """Reads an npz file, without pickle."""
+    with np.load(root / path, allow_pickle=False) as archive:
+        return {name: archive[name] for name in archive.files}
+
+
+# tensors
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32`` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The inverse of `dtype_name`.
+
+    Raises:
+        DumpError: this torch has no such dtype.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise DumpError(
+            f"dtype {name!r} is unknown to torch {torch.__version__}; use the torch version of the manifest"
+        )
+    return dtype
+
+
+def storable(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` in a dtype that safetensors takes: complex as pairs of reals (a dim more), exotic ones as integers."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    if tensor.dtype in _STORED_AS:
+        return tensor
+    return tensor.view(_INTEGER_OF_SIZE[tensor.dtype.itemsize])
+
+
+def restored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The inverse of `storable`."""
+    if dtype.is_complex:
+        return torch.view_as_complex(tensor)
+    return tensor if tensor.dtype == dtype else tensor.view(dtype)
+
+
+def storable_piece(piece: Piece) -> Piece:
+    """`storable` for a piece: shapes and offsets follow."""
+    tensor = storable(piece.tensor)
+    if tensor.dim() == piece.tensor.dim():
+        return Piece(piece.name, tensor, piece.stored_shape, piece.offsets, piece.true_shape)
+    return Piece(piece.name, tensor, (*piece.stored_shape, 2), (*piece.offsets, 0), piece.true_shape)
+
+
+def bounded_parts(shape: Iterable[int], itemsize: int, limit_bytes: int) -> Iterator[tuple[slice, ...]]:
+    """Cuts a tensor into boxes of at most ``limit_bytes`` (or one element), in row-major order of its elements."""
+    yield from _cut([slice(0, size) for size in shape], itemsize, limit_bytes)
+
+
+def _cut(box: list[slice], itemsize: int, limit_bytes: int) -> Iterator[tuple[slice, ...]]:
+    sizes = [part.stop - part.start for part in box]
+    size_bytes = itemsize * int(np.prod(sizes, dtype=np.int64))
+    dim = next((dim for dim, size in enumerate(sizes) if size > 1), None)
+    if size_bytes <= limit_bytes or dim is None:
+        yield tuple(box)
+        return
+    rows = max(1, sizes[dim] * limit_bytes // size_bytes)
+    for start in range(box[dim].start, box[dim].stop, rows):
+        part = slice(start, min(start + rows, box[dim].stop))
+        yield from _cut([*box[:dim], part, *box[dim + 1 :]], itemsize, limit_bytes)
+
+
+def host_blocks(tensor: torch.Tensor, limit_bytes: int = COPY_BYTES) -> Iterator[memoryview]:
+    """The bytes of a tensor in row-major order, at most ``limit_bytes`` on the host at a time.
+
+    Host sync: one blocking copy per block of a device tensor.
+    """
+    if tensor.numel() == 0:
+        return
+    for part in bounded_parts(tensor.shape, tensor.itemsize, limit_bytes):
+        block = tensor[part].detach().cpu().contiguous()
+        yield block.reshape(-1).view(torch.uint8).numpy().data
+
+
+def write_tensors(
+    root: Path,
+    path: str,
+    tensors: Mapping[str, torch.Tensor],
+    offsets: Mapping[str, tuple[int, ...]] | None = None,
+) -> FileEntry:
+    """Writes dense tensors, on any device and of any strides, to a safetensors file, block by block.
+
+    Args:
+        root: the dump.
+        path: of the file in it.
+        tensors: storable ones (see `storable`), by name.
+        offsets: where each lies in the tensor it is a part of. [Note: chunk]
+    """
+    # safetensors maps files into memory: the widest first keeps every tensor aligned
+    names = sorted(tensors, key=lambda name: -tensors[name].itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    if offsets is not None:
+        header["__metadata__"][OFFSETS_KEY] = json.dumps({name: {"saved_offsets": offsets[name]} for name in names})
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        start, end = end, end + tensor.numel() * tensor.itemsize
+        header[name] = {"dtype": _STORED_AS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+
+    def fill(file: _Hashed) -> None:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for name in names:
+            for block in host_blocks(tensors[name]):
+                file.write(block)
+
+    return _write_file(root, path, fill)
+
+
+def digest_tensor(tensor: torch.Tensor, size: int) -> bytes:
+    """Digest of a tensor's bytes, dtype and shape, ``size`` bytes long."""
+    digest = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=size)
+    for block in host_blocks(tensor):
+        digest.update(block)
+    return digest.digest()
+
+
+def open_tensors(path: Path) -> Any:
+    """A safetensors file, opened lazily; its header is checked against its length.
+
+    Raises:
+        DumpError: it is missing or damaged.
+    """
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError:
+        raise DumpError(f"{path} is missing: the dump is incomplete; copy it again from where it was written") from None
+    except (SafetensorError, OSError) as error:
+        raise DumpError(f"{path} is damaged ({error}); copy the dump again from where it was written") from None
+
+
+def read_tensors(path: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Tensors of a safetensors file, on the CPU, each in memory of its own."""
+    with open_tensors(path) as file:
+        return {name: file.get_tensor(name).clone() for name in names}
+
+
+def check_header(path: Path) -> list[str]:
+    """Reopens a safetensors file and returns its names; for chunks, each must say where it lies.
+
+    Raises:
+        DumpError: it cannot be opened, or a chunk's place is missing.
+    """
+    with open_tensors(path) as file:
+        names = list(file.keys())
+        places = json.loads((file.metadata() or {}).get(OFFSETS_KEY, "{}"))
+        for name in names:
+            shape = file.get_slice(name).get_shape()
+            if len(places.get(name, {}).get("saved_offsets", ())) != len(shape):
+                raise DumpError(f"{path}: {name} has no place in its tensor; write the dump again")
+    return names

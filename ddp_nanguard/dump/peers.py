@@ -1,0 +1,91 @@
+"""The few collectives of the fault path, over a gloo group, all of bounded size."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TEXT_BYTES = 1024
+
+
+class PeersLostError(RuntimeError):
+    """A collective of the fault path failed: a peer died or did not answer in time."""
+
+
+class Peers:
+    """The ranks that write one dump together.
+
+    Args:
+        group: a gloo group; None stands for this process alone.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self.num_ranks = dist.get_world_size(group) if group is not None else 1
+
+    def reduce(self, values: list[int], op: dist.ReduceOp.RedOpType) -> list[int]:
+        """Element-wise reduction of a few integers.
+
+        Collective: one all_reduce of ``8 * len(values)`` bytes.
+        """
+        tensor = torch.tensor(values, dtype=torch.int64)
+        self.reduce_tensor(tensor, op)
+        return [int(value) for value in tensor]
+
+    def largest(self, *values: int) -> list[int]:
+        """Element-wise maximum over all ranks."""
+        return self.reduce(list(values), dist.ReduceOp.MAX)
+
+    def total(self, *values: int) -> list[int]:
+        """Element-wise sum over all ranks."""
+        return self.reduce(list(values), dist.ReduceOp.SUM)
+
+    def reduce_tensor(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        """In-place all_reduce of a CPU tensor."""
+        if self.group is None:
+            return
+        try:
+            dist.all_reduce(tensor, op=op, group=self.group)
+        except RuntimeError as error:
+            raise PeersLostError(_first_line(error)) from error
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's tensor of this shape, in order of the group's ranks."""
+        if self.group is None:
+            return [tensor]
+        gathered = [torch.empty_like(tensor) for _ in range(self.num_ranks)]
+        try:
+            dist.all_gather(gathered, tensor, group=self.group)
+        except RuntimeError as error:
+            raise PeersLostError(_first_line(error)) from error
+        return gathered
+
+    def gather_numbers(self, *values: int) -> list[list[int]]:
+        """Every rank's few integers."""
+        return [[int(value) for value in row] for row in self.gather(torch.tensor(values, dtype=torch.int64))]
+
+    def gather_data(self, data: dict[str, list[str]]) -> list[dict[str, list[str]]]:
+        """Every rank's short lists of lines; lines that do not fit in `TEXT_BYTES` are dropped from the longest list.
+
+        Collective: one all_gather of `TEXT_BYTES` bytes per rank.
+        """
+        text = _bounded(data)
+        tensor = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
+        tensor[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        return [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in self.gather(tensor)]
+
+
+def _bounded(data: dict[str, list[str]]) -> bytes:
+    data = {key: [line[:300] for line in lines] for key, lines in data.items()}
+    while len(text := json.dumps(data).encode()) > TEXT_BYTES:
+        longest: list[Any] = max(data.values(), key=lambda lines: len(json.dumps(lines)))
+        longest.pop()
+    return text
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,185 @@
+"""The files of one rank: evidence, window, history, its own tensors, and the list of them all."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import socket
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from ddp_nanguard.errors import DumpError
+from ddp_nanguard.pieces import Piece
+from ddp_nanguard.rng import RandomState
+from ddp_nanguard.site import SCHEMA_VERSION
+
+from .format import (
+    EVIDENCE,
+    FILES_JSON,
+    HISTORY,
+    OWN,
+    WINDOW,
+    FileEntry,
+    dtype_name,
+    rank_name,
+    sync_directory,
+    write_arrays,
+    write_json,
+    write_tensors,
+)
+from .manifest import settings
+from .pack import Packed, pack
+from .request import DumpRequest
+from .state import chunks_of
+
+T = TypeVar("T")
+
+RESERVE_BYTES = 2**20
+"""Room for the JSON files, the report and the manifest."""
+
+
+class Problems:
+    """What went wrong on this rank, one line each. Nothing that a disk or a batch does ends the fault path."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def guard(self, what: str, act: Callable[[], T]) -> T | None:
+        """The result of ``act``; None, and a line that begins with ``what``, if it fails."""
+        try:
+            return act()
+        except Exception as error:  # a batch may hold anything, and the stop must still happen
+            self.lines.append(f"{what}: {reason(error)}")
+            return None
+
+
+def reason(error: BaseException) -> str:
+    """One line about an error; for those of the disk with the remedy."""
+    if isinstance(error, OSError) and error.errno is not None:
+        remedy = (
+            "free some space, or set dump_dir"
+            if error.errno in _FULL
+            else "set dump_dir to a directory that can be written"
+        )
+        return f"{error.strerror} ({remedy})"
+    lines = str(error).splitlines()
+    text = next((line for line in lines if line.strip()), "")
+    return text if isinstance(error, DumpError) else f"{type(error).__name__}: {text}"
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class RankFiles:
+    """Writes and lists one rank's files.
+
+    Attributes:
+        entries: what was written, by path within the dump.
+    """
+
+    def __init__(self, request: DumpRequest, problems: Problems) -> None:
+        self._request = request
+        self._problems = problems
+        self._packed: Packed | None = problems.guard("window not recorded", lambda: pack(_window_of(request)))
+        self.entries: dict[str, FileEntry] = {}
+
+    @property
+    def size_bytes(self) -> int:
+        """Roughly what `write` needs, own tensors aside."""
+        history = sum(array.nbytes for array in self._request.history.values())
+        return (tensor_bytes(self._packed.tensors.values()) if self._packed else 0) + history + RESERVE_BYTES
+
+    def write(self, directory: Path, own: set[str] | None) -> None:
+        """Writes all but the list, the smallest and most telling first.
+
+        Args:
+            directory: exists and is empty.
+            own: names of the pieces that this rank keeps itself; None: all.
+        """
+        request, packed = self._request, self._packed
+        self._write(directory, EVIDENCE, lambda: write_json(directory, EVIDENCE, self._evidence()))
+        self._write(directory, HISTORY, lambda: write_arrays(directory, HISTORY, request.history))
+        if packed is not None:
+            self._write_window(directory, packed)
+        self.write_own(directory, [piece for piece in request.state if own is None or piece.name in own])
+
+    def _evidence(self) -> dict[str, Any]:
+        notes = [*self._request.evidence.get("notes", ()), *(self._packed.notes if self._packed else ())]
+        first = {"rank": self._request.rank, "host": socket.gethostname(), "settings": settings()}
+        return {**first, **self._request.evidence, "notes": notes}
+
+    def _write_window(self, directory: Path, packed: Packed) -> None:
+        tensors, structure = f"{WINDOW}.safetensors", f"{WINDOW}.json"
+        if self._write(directory, tensors, lambda: write_tensors(directory, tensors, packed.tensors)):
+            self._write(directory, structure, lambda: write_json(directory, structure, packed.structure))
+
+    def write_own(self, directory: Path, pieces: Iterable[Piece]) -> None:
+        """Writes ``own.safetensors``. Further chunks of one tensor are named ``name#1``, ``name#2``, ..."""
+        tensors: dict[str, torch.Tensor] = {}
+        offsets: dict[str, tuple[int, ...]] = {}
+        numbers: dict[str, int] = {}
+        for chunk in chunks_of(pieces):
+            number = numbers.setdefault(chunk.name, 0)
+            name = f"{chunk.name}#{number}" if number else chunk.name
+            numbers[chunk.name] += 1
+            tensors[name], offsets[name] = chunk.tensor, chunk.offsets
+        if tensors:
+            self._write(directory, OWN, lambda: write_tensors(directory, OWN, tensors, offsets))
+
+    def _write(self, directory: Path, name: str, write: Callable[[], FileEntry]) -> bool:
+        entry = self._problems.guard(f"{name} not written", write)
+        if entry is not None:
+            path = f"{rank_name(self._request.rank)}/{name}"
+            self.entries[path] = dataclasses.replace(entry, path=path)
+        return entry is not None
+
+    def write_list(self, directory: Path) -> None:
+        """Writes ``files.json``, the last of the rank's files."""
+        request = self._request
+        listing = {
+            "schema_version": SCHEMA_VERSION,
+            "rank": request.rank,
+            "run_id": request.run_id,
+            "shard_index": request.shard_index,
+            "replica_index": request.replica_index,
+            "problems": self._problems.lines,
+            "files": [entry.to_dict() for entry in self.entries.values()],
+            "tensors": {piece.name: _tensor_entry(piece) for piece in request.state},
+        }
+        self._problems.guard(f"{FILES_JSON} not written", lambda: write_json(directory, FILES_JSON, listing))
+        sync_directory(directory)
+
+
+def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of dense tensors."""
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+
+def _tensor_entry(piece: Piece) -> dict[str, Any]:
+    return {
+        "dtype": dtype_name(piece.tensor.dtype),
+        "true_shape": list(piece.true_shape),
+        "stored_shape": list(piece.stored_shape),
+    }
+
+
+def _window_of(request: DumpRequest) -> dict[str, Any]:
+    micro_batches = [
+        {
+            "index": item.index,
+            "batch": item.batch,
+            "random_state": _plain_random_state(item.random_state),
+            "losses": item.losses,
+            "modified": item.modified,
+            "scaler": item.scaler,
+        }
+        for item in request.window
+    ]
+    return {"micro_batches": micro_batches, "buffers": request.buffers, "special": request.special}
+
+
+def _plain_random_state(state: RandomState) -> dict[str, Any]:
+    return {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}

@@ -1,0 +1,84 @@
+"""What a rank wants dumped, and what became of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ddp_nanguard.config import GuardConfig
+from ddp_nanguard.pieces import Piece
+from ddp_nanguard.site import FaultReport
+from ddp_nanguard.window import MicroBatch
+
+
+@dataclass
+class DumpRequest:
+    """What one rank wants dumped.
+
+    Attributes:
+        report: of the fault, the same on every rank.
+        rank, world_size: global.
+        group: a gloo group of all ranks; None where no peer can be reached, or for a world of one.
+        config: for ``dump_dir`` and ``dump_keep``.
+        wrapper: what `Wrapper.describe` says.
+        state: weights (``model.<fqn>``) and optimizer tensors (``optim.<i>.<fqn>.<key>``).
+        shapes: true shape and dtype of all tensors, also those of which this rank holds nothing.
+        aliases: further name -> name in ``state`` of tied tensors.
+        plain_state: everything of the optimizer, scheduler and scaler that is no tensor; any value that `pack` takes.
+        special: non-dense tensors of this rank.
+        shard_index, num_shards, replica_index: ranks with equal shard_index should hold the same bytes.
+        evidence: this rank's sites, host, device, dtypes; JSON.
+        window: the micro-batches of the step.
+        buffers: from before the step.
+        history: last steps' minima and maxima per slot, loss, gradient norm.
+        recipe: ``module:function``.
+        damaged: names in ``state`` that are non-finite; of replicated ones each rank keeps its own copy.
+        run_id: the same on all ranks of a run and in no other run; by it ranks that cannot talk find their directory.
+        run: more about the run for the manifest (command line, start time); JSON.
+        mesh: device mesh for the manifest; JSON.
+    """
+
+    report: FaultReport
+    rank: int
+    world_size: int
+    group: dist.ProcessGroup | None
+    config: GuardConfig
+    wrapper: dict[str, Any] = field(default_factory=dict)
+    state: list[Piece] = field(default_factory=list)
+    shapes: dict[str, Any] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    plain_state: dict[str, Any] = field(default_factory=dict)
+    special: dict[str, torch.Tensor] = field(default_factory=dict)
+    shard_index: int = 0
+    num_shards: int = 1
+    replica_index: int = 0
+    evidence: dict[str, Any] = field(default_factory=dict)
+    window: list[MicroBatch] = field(default_factory=list)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    history: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict)
+    recipe: str | None = None
+    damaged: set[str] = field(default_factory=set)
+    run_id: str = ""
+    run: dict[str, Any] = field(default_factory=dict)
+    mesh: dict[str, Any] | None = None
+
+
+@dataclass
+class DumpResult:
+    """What became of a dump; the same on every rank that could be reached.
+
+    Attributes:
+        path: of the directory, None if there is none.
+        size_bytes: of all its files.
+        problems: one line each; empty when everything was written.
+        replicas_disagree: ``rank 1: model.w`` for replicated tensors that are not replica 0's, the first of them.
+    """
+
+    path: str | None
+    size_bytes: int = 0
+    problems: list[str] = field(default_factory=list)
+    replicas_disagree: list[str] = field(default_factory=list)

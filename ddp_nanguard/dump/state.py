@@ -1,0 +1,137 @@
+"""The directory ``state/``: weights and optimizer tensors, by torch.distributed.checkpoint's safetensors writer."""
+
+from __future__ import annotations
+
+import queue
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from ddp_nanguard.pieces import Piece
+
+from .format import COPY_BYTES, bounded_parts, storable_piece
+
+
+def chunks_of(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """Pieces as they are stored: in dtypes that safetensors takes, cut to at most `COPY_BYTES`, without empty shards.
+
+    A tensor that is empty as a whole stays, so that its name and dtype are kept.
+    """
+    for piece in map(storable_piece, pieces):
+        if piece.tensor.numel() == 0 and 0 not in piece.stored_shape:
+            continue
+        for part in bounded_parts(piece.tensor.shape, piece.tensor.itemsize, COPY_BYTES):
+            offsets = tuple(base + cut.start for base, cut in zip(piece.offsets, part, strict=True))
+            yield Piece(piece.name, piece.tensor[part], piece.stored_shape, offsets, piece.true_shape)
+
+
+def save_state(pieces: Iterable[Piece], path: Path | None, rank: int, group: dist.ProcessGroup | None) -> list[str]:
+    """Writes the pieces of all ranks; of replicated ones the copy of the lowest rank.
+
+    Args:
+        pieces: of this rank.
+        path: the directory; None on a rank that can write nothing, which is an error only if it would have to.
+        rank: global rank, for the file names.
+        group: None for a process without peers.
+
+    Returns:
+        The files that this rank has written.
+
+    Raises:
+        CheckpointException: some rank could not write; the same on every rank.
+
+    Collective: the planning of torch.distributed.checkpoint, by every rank of ``group``: one gather and scatter of the
+    plans (some hundred bytes per chunk), one gather of what was written.
+    """
+    writer = _BoundedWriter(path, rank)
+    with warnings.catch_warnings():
+        # torch warns that a save without a process group is one of a single process, which is meant
+        warnings.simplefilter("ignore")
+        save({}, storage_writer=writer, planner=_PiecePlanner(pieces), process_group=group, no_dist=group is None)
+    return writer.written
+
+
+class _PiecePlanner(DefaultSavePlanner):
+    """Plans from pieces instead of a state dict, so that no DTensor and no gathered tensor is needed."""
+
+    def __init__(self, pieces: Iterable[Piece]) -> None:
+        super().__init__(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
+        self._chunks = {(chunk.name, chunk.offsets): chunk for chunk in chunks_of(pieces)}
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan([_write_item(chunk) for chunk in self._chunks.values()])
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        # without torch's check for gaps: optimizer state of a shard that never had a gradient does not exist
+        plans = dedup_save_plans(all_plans, save_to_lowest_rank=True)
+        self.global_plan, self.metadata = create_default_global_save_plan(plans)
+        return self.global_plan, self.metadata
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        offset = write_item.index.offset
+        assert offset is not None
+        return self._chunks[write_item.index.fqn, tuple(offset)].tensor.contiguous()
+
+
+def _write_item(chunk: Piece) -> WriteItem:
+    offsets = torch.Size(chunk.offsets)
+    place = ChunkStorageMetadata(offsets=offsets, sizes=chunk.tensor.shape)
+    properties = TensorProperties(dtype=chunk.tensor.dtype)
+    data = TensorWriteData(chunk=place, properties=properties, size=torch.Size(chunk.stored_shape))
+    return WriteItem(index=MetadataIndex(chunk.name, offsets), type=WriteItemType.SHARD, tensor_data=data)
+
+
+class _BoundedWriter(HuggingFaceStorageWriter):
+    """Torch's writer, given files of bounded size, since it builds each in memory; a file holds each name once."""
+
+    def __init__(self, path: Path | None, rank: int) -> None:
+        super().__init__(path=str(path), save_distributed=True)
+        self._has_path = path is not None
+        self._rank = rank
+        self.written: list[str] = []
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return super().prepare_local_plan(plan) if self._has_path else plan
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        if plan.items and not self._has_path:
+            raise OSError("this rank has no directory to write to")
+        files: queue.Queue[Any] = queue.Queue()
+        for index, items in enumerate(_bounded_files(plan.items)):
+            name = f"shard-{self._rank:05d}-{index:05d}.safetensors"
+            self.written.append(name)
+            files.put((self.fs.concat_path(self.path, name), name, items))
+        return self._write_data(planner, files)
+
+
+def _bounded_files(items: Iterable[WriteItem]) -> list[list[WriteItem]]:
+    files: list[list[WriteItem]] = []
+    names: set[str] = set()
+    size_bytes = 0
+    for item in items:
+        item_bytes = _size_bytes(item)
+        if not files or size_bytes + item_bytes > COPY_BYTES or item.index.fqn in names:
+            files.append([])
+            names, size_bytes = set(), 0
+        files[-1].append(item)
+        names.add(item.index.fqn)
+        size_bytes += item_bytes
+    return files
+
+
+def _size_bytes(item: WriteItem) -> int:
+    assert item.tensor_data is not None
+    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize

@@ -1,0 +1,364 @@
+"""`write_dump`: the dump of one fault, by all ranks together, or by one rank whose peers cannot be reached.
+
+Together: agree on a name; every rank's own files; ``state/``; ``rank-*/files.json``; then, per directory, its lowest
+rank writes the manifest and drops ``.partial``. Nodes with a dump_dir of their own thereby list what they hold.
+
+Alone (no group, or a collective failed): ``own.safetensors`` holds all that the rank has. Such ranks of one run meet in
+one directory without talking to each other.
+
+Errors of the disk never raise: each is one line in `DumpResult.problems`, on every rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from ddp_nanguard.errors import DumpError
+from ddp_nanguard.report.text import human_size
+
+from . import place
+from .format import (
+    MANIFEST,
+    STATE_DIR,
+    DumpName,
+    check_header,
+    digest_tensor,
+    list_file,
+    rank_name,
+    ranks_in,
+    sync_directory,
+)
+from .manifest import Outcome, write_shared_files
+from .peers import Peers, PeersLostError
+from .rank_files import Problems, RankFiles, reason, tensor_bytes
+from .request import DumpRequest, DumpResult
+from .state import save_state
+
+__all__ = ["DumpRequest", "DumpResult", "write_dump"]
+
+KEY_BYTES = 8
+ROW_BYTES = 16
+"""A row of the table of replicas: 8 bytes that stand for name and place of a piece, 8 for its content."""
+NO_SPACE = "left out for lack of space"
+
+
+def write_dump(request: DumpRequest) -> DumpResult:
+    """Writes the dump of one fault.
+
+    Collective: over ``request.group`` (gloo), by all its ranks in the same order: some reductions and gathers of a few
+    integers, one all_reduce of ``16 * num_shards * pieces`` bytes where there are replicas, the planning of
+    torch.distributed.checkpoint, two all_gathers of 1 KiB per rank. None with ``group=None``.
+    Host sync: all that is written is copied to the host, at most `COPY_BYTES` at a time.
+    """
+    if request.config.dump_dir is None:
+        return DumpResult(None)
+    if request.group is None and request.world_size > 1:
+        return _Alone(request, "no peer could be reached").write()
+    together = _Together(request, Path(request.config.dump_dir).absolute())
+    try:
+        return together.write()
+    except PeersLostError as error:
+        return together.finished() or _Alone(request, f"a peer was lost: {error}", together.path).write()
+
+
+class _Together:
+    """One rank's part in a dump that all ranks write."""
+
+    def __init__(self, request: DumpRequest, root: Path) -> None:
+        self.request = request
+        self.root = root
+        self.peers = Peers(request.group)
+        self.ranks: list[int] = []  # global ranks in the group's order
+        self.sharing: list[int] = []  # ranks that see the same directory
+        self.name = DumpName(request.report.step)
+        self.path: Path | None = None  # of the partial dump; None on a rank that has no directory
+        self.problems = Problems()
+        self.weights_problem: str | None = None
+        self.differing: list[str] = []
+
+    def write(self) -> DumpResult:
+        self._claim()
+        if not self._meet():
+            return DumpResult(None, 0, self._tell().problems)
+        files = RankFiles(self.request, self.problems)
+        skip_state = self._lacks_space(files)
+        own = self._own_names()
+        if self.path is not None:
+            files.write(self.path / rank_name(self.request.rank), own)
+        self._write_state(files, skip_state)
+        if self.path is not None:
+            files.write_list(self.path / rank_name(self.request.rank))
+        return self._finish(self._tell())
+
+    def finished(self) -> DumpResult | None:
+        """The whole dump, if the leader was done before the connection broke."""
+        path = self.root / str(self.name)
+        if self.path is None or self.path.exists() or not place.is_whole(path):
+            return None
+        return DumpResult(str(path), place.size_of(path), self.problems.lines)
+
+    # the directory
+
+    def _claim(self) -> None:
+        """Agrees on a name that is free on every node, and makes or joins its directory."""
+        number = self.problems.guard(f"no dump in {self.root}", self._first_free_number) or 1
+        while True:
+            (number,) = self.peers.largest(number)
+            self.name = DumpName(self.request.report.step, number)
+            nonce = self._agree_on_nonce()
+            (conflict,) = self.peers.largest(int(self._claim_in_turn(nonce)))
+            if not conflict:
+                return
+            place.release(self.root, self.name, nonce)
+            self.path, number = None, number + 1
+
+    def _first_free_number(self) -> int:
+        self.root.mkdir(parents=True, exist_ok=True)
+        return place.free_number(self.root, self.request.report.step)
+
+    def _agree_on_nonce(self) -> str:
+        mine = uuid.uuid4().int >> 66 if self.peers.rank == 0 else 0
+        return f"{self.peers.largest(mine)[0]:x}"
+
+    def _claim_in_turn(self, nonce: str) -> bool:
+        """The group's first rank first, so that others find its directory where they share it. Whether it was taken."""
+        taken = self._is_taken(nonce) if self.peers.rank == 0 else False
+        self.peers.largest(0)
+        return taken if self.peers.rank == 0 else self._is_taken(nonce)
+
+    def _is_taken(self, nonce: str) -> bool:
+        if self.problems.lines:
+            return False
+        claimed = self.problems.guard(f"no dump in {self.root}", lambda: place.claim(self.root, self.name, nonce))
+        if claimed:
+            self.path = self.root / str(DumpName(self.name.step, self.name.number, partial=True))
+        return claimed is False
+
+    def _meet(self) -> bool:
+        """Makes this rank's directory and looks who shares the dump's; False if no rank has any."""
+        if self.path is not None and not self.problems.guard(f"no dump in {self.root}", self._make_rank_directory):
+            self.path = None
+        table = self.peers.gather_numbers(self.request.rank, int(self.path is not None))
+        self.ranks = [rank for rank, _ in table]
+        self.sharing = ranks_in(self.path) if self.path is not None else []
+        return any(has_path for _, has_path in table)
+
+    def _make_rank_directory(self) -> bool:
+        assert self.path is not None
+        (self.path / rank_name(self.request.rank)).mkdir()
+        return True
+
+    @property
+    def _leads(self) -> bool:
+        return bool(self.sharing) and self.request.rank == self.sharing[0]
+
+    # what is written
+
+    def _lacks_space(self, files: RankFiles) -> bool:
+        """Whether ``state/`` must be left out, on any rank, for lack of space."""
+        request = self.request
+        state = tensor_bytes(piece.tensor for piece in request.state) if request.replica_index == 0 else 0
+        table = self.peers.gather_numbers(request.rank, files.size_bytes + state)
+        needed = sum(size for rank, size in table if rank in self.sharing)
+        free = self.problems.guard("free space unknown", lambda: place.free_bytes(self.root)) if self._leads else None
+        lacking = free is not None and free < needed
+        if lacking:
+            self.problems.lines.append(_lack(needed, free or 0, self.root))
+        (skip,) = self.peers.largest(int(lacking))
+        return bool(skip)
+
+    def _own_names(self) -> set[str]:
+        """Names of pieces that this rank keeps itself: damaged ones and those that differ from replica 0's."""
+        request = self.request
+        replicas, most = self.peers.largest(request.replica_index, len(request.state))
+        if replicas == 0 or most == 0:
+            return set()
+        rows = self.problems.guard(
+            "replicas not compared", lambda: [_row(request, i) for i in range(len(request.state))]
+        )
+        table = torch.zeros((request.num_shards, most, ROW_BYTES), dtype=torch.uint8)
+        if rows and request.replica_index == 0:
+            table[request.shard_index, : len(rows)] = torch.frombuffer(
+                bytearray(b"".join(rows)), dtype=torch.uint8
+            ).view(-1, ROW_BYTES)
+        self.peers.reduce_tensor(table, dist.ReduceOp.SUM)
+        own = {piece.name for piece in request.state if piece.name in request.damaged}
+        return own | self._differing_from(table[request.shard_index], rows or [])
+
+    def _differing_from(self, reference: torch.Tensor, rows: list[bytes]) -> set[str]:
+        if self.request.replica_index == 0:
+            return set()
+        known = {bytes(row[:KEY_BYTES]): bytes(row[KEY_BYTES:]) for row in reference.numpy()}
+        own = set()
+        for piece, row in zip(self.request.state, rows, strict=False):
+            theirs = known.get(row[:KEY_BYTES])
+            if theirs != row[KEY_BYTES:]:
+                own.add(piece.name)
+                self.differing += [piece.name] if theirs is not None else []
+        return own
+
+    def _write_state(self, files: RankFiles, skip: bool) -> None:
+        (num_pieces,) = self.peers.largest(len(self.request.state))
+        if skip or num_pieces == 0:
+            self.weights_problem = NO_SPACE if skip else "not asked for"
+            return
+        directory = self.path / STATE_DIR if self.path is not None else None
+        try:
+            written = save_state(self.request.state, directory, self.request.rank, self.peers.group)
+        except CheckpointException as error:
+            written = []
+            self._state_failed(error, files)
+        except RuntimeError as error:
+            raise PeersLostError(reason(error)) from error
+        if directory is not None:
+            self._check_state(directory, written, files)
+
+    def _state_failed(self, error: CheckpointException, files: RankFiles) -> None:
+        """Some rank could not write; all ranks are here, with the same error."""
+        failures = {group_rank: failure for group_rank, (failure, _) in error.failures.items()}
+        first = min(failures)
+        self.weights_problem = f"rank {self.ranks[first]}: {reason(failures[first])}"
+        mine = failures.get(self.peers.rank)
+        if mine is not None and not self.problems.lines:
+            self.problems.lines.append(f"state/ is incomplete: {reason(mine)}")
+        of_the_disk = any(isinstance(failure, OSError) for failure in failures.values())
+        if not of_the_disk and self.request.replica_index == 0 and self.path is not None:
+            # what could not be written together each rank writes for itself
+            files.write_own(self.path / rank_name(self.request.rank), self.request.state)
+
+    def _check_state(self, directory: Path, written: list[str], files: RankFiles) -> None:
+        """Lists this rank's shards that can be reopened and removes the others."""
+        for file in written or [path.name for path in directory.glob(f"shard-{self.request.rank:05d}-*")]:
+            try:
+                check_header(directory / file)
+                entry = list_file(directory.parent, f"{STATE_DIR}/{file}")
+                files.entries[entry.path] = entry
+            except (DumpError, OSError) as error:
+                (directory / file).unlink(missing_ok=True)
+                self.weights_problem = self.weights_problem or f"rank {self.request.rank}: {reason(error)}"
+        sync_directory(directory)
+
+    # the end
+
+    def _tell(self) -> Outcome:
+        """Every rank's problems, on every rank."""
+        said = self.peers.gather_data(
+            {
+                "problems": self.problems.lines,
+                "differ": self.differing,
+                "weights": [self.weights_problem] if self.weights_problem else [],
+            }
+        )
+        weights = [line for data in said for line in data["weights"]]
+        problems = self._by_rank([data["problems"] for data in said])
+        differ = [
+            f"rank {rank}: {name}" for rank, data in zip(self.ranks, said, strict=True) for name in data["differ"]
+        ]
+        return Outcome(False, weights[0] if weights else None, problems, differ)
+
+    def _by_rank(self, lines_by_rank: list[list[str]]) -> list[str]:
+        """Problems of all ranks, each once, with the ranks that have it."""
+        ranks_by_line: dict[str, list[int]] = {}
+        for rank, lines in zip(self.ranks, lines_by_rank, strict=True):
+            for line in lines:
+                ranks_by_line.setdefault(line, []).append(rank)
+        if len(self.ranks) == 1:
+            return list(ranks_by_line)
+        return [f"{_name_ranks(ranks, len(self.ranks))}: {line}" for line, ranks in ranks_by_line.items()]
+
+    def _finish(self, outcome: Outcome) -> DumpResult:
+        late = Problems()
+        final = late.guard("dump stays partial", lambda: self._make_final(outcome)) if self._leads else None
+        ends = self.peers.gather_data({"problems": late.lines, "number": [str(final.number)] if final else []})
+        problems = outcome.problems + self._by_rank([end["problems"] for end in ends])
+        path = self.path
+        if self.path is not None:
+            numbers = {rank: end["number"] for rank, end in zip(self.ranks, ends, strict=True)}[self.sharing[0]]
+            path = self.root / str(DumpName(self.name.step, int(numbers[0]))) if numbers else self.path
+        size_bytes = late.guard("", lambda: place.size_of(path)) if path is not None else 0
+        return DumpResult(str(path) if path else None, size_bytes or 0, problems, outcome.replicas_disagree)
+
+    def _make_final(self, outcome: Outcome) -> DumpName:
+        assert self.path is not None
+        write_shared_files(self.request, self.path, self.root / str(self.name), outcome)
+        sync_directory(self.path)
+        name = place.finish(self.root, self.name)
+        sync_directory(self.root)
+        place.rotate(self.root, self.request.config.dump_keep, self.root / str(name))
+        return name
+
+
+class _Alone:
+    """One rank's part without any peer.
+
+    Args:
+        request: of this rank.
+        why: there is no peer.
+        partial: directory of a dump begun together, which this one replaces.
+    """
+
+    def __init__(self, request: DumpRequest, why: str, partial: Path | None = None) -> None:
+        assert request.config.dump_dir is not None
+        self.request = request
+        self.root = Path(request.config.dump_dir).absolute()
+        self.why = why
+        self.partial = partial
+        self.problems = Problems()
+
+    def write(self) -> DumpResult:
+        dump = self.problems.guard(f"no dump in {self.root}", self._write_rank)
+        if dump is None:
+            return DumpResult(None, 0, self.problems.lines)
+        self.problems.guard("no manifest", lambda: self._write_manifest(dump))
+        if self.partial is not None:
+            place.leave(self.partial, self.request.rank)
+        place.rotate(self.root, self.request.config.dump_keep, dump)
+        return DumpResult(str(dump), place.size_of(dump), self.problems.lines)
+
+    def _write_rank(self) -> Path:
+        request = self.request
+        self.root.mkdir(parents=True, exist_ok=True)
+        directory = place.join_alone(self.root, request.report.step, request.rank, request.run_id)
+        files = RankFiles(request, self.problems)
+        files.write(directory, set() if self._lacks_space(files) else None)
+        files.write_list(directory)
+        directory.rename(directory.parent / rank_name(request.rank))
+        sync_directory(directory.parent)
+        return directory.parent
+
+    def _lacks_space(self, files: RankFiles) -> bool:
+        needed = files.size_bytes + tensor_bytes(piece.tensor for piece in self.request.state)
+        free = place.free_bytes(self.root)
+        if free < needed:
+            self.problems.lines.append(_lack(needed, free, self.root))
+        return free < needed
+
+    def _write_manifest(self, dump: Path) -> None:
+        with place.locked(self.root):
+            if not (dump / MANIFEST).exists():
+                problems = [f"rank {self.request.rank} wrote alone: {self.why}", *self.problems.lines]
+                write_shared_files(self.request, dump, dump, Outcome(True, self.why, problems, []))
+
+
+def _row(request: DumpRequest, index: int) -> bytes:
+    piece = request.state[index]
+    key = hashlib.blake2b(f"{piece.name} {piece.offsets}".encode(), digest_size=KEY_BYTES).digest()
+    return key + digest_tensor(piece.tensor, ROW_BYTES - KEY_BYTES)
+
+
+def _lack(needed: int, free: int, root: Path) -> str:
+    size = f"{human_size(needed)} needed, {human_size(free)} free"
+    return f"dump without weights: {size} in {root}; free some space or set dump_dir"
+
+
+def _name_ranks(ranks: list[int], num_ranks: int) -> str:
+    if len(ranks) == num_ranks:
+        return "all ranks"
+    first = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank {first}" if len(ranks) == 1 else f"ranks {first}"

@@ -1,0 +1,407 @@
+"""`NanGuard`: the life of one step, in reading order. It composes the other modules and does nothing itself.
+
+Read on in: `probes` (what is looked at), `board` (where it is left), `verdict` (the one collective), `fault` and `blame` (who did it),
+`record` and `dump` (what is kept), `ending` (how a process stops).
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .blame import LossNote
+from .board import Board, Region
+from .config import GuardConfig
+from .ending import Distress, ExitHook
+from .errors import NonFiniteError
+from .parts import Parts, build_parts
+from .hooks import Hook
+from .message import log_line
+from .policy import FaultPolicy
+from .scan import tensors_in
+from .scaler import WatchedScaler
+from .verdict import Severities, Severity
+
+_log = logging.getLogger(__name__)
+
+
+class NanGuard:
+    """Stops every rank in the same step, before the weights change, when a value goes non-finite on any of them.
+
+    Args:
+        model: what the training loop calls: a DDP or FSDP1 module, one that went through ``fully_shard``, or a plain module.
+        optimizer: one optimizer or several.
+        scaler: the loop's GradScaler, if it has one.
+        replay: ``"module:function"`` that gives the `Recipe`, recorded in dumps.
+        group: the ranks that step together; default the whole world.
+        options: fields of `GuardConfig`; ``NANGUARD_<OPTION>`` in the environment wins.
+
+    Raises:
+        ValueError: on every rank, if on any rank the model, an optimizer or an option does not fit, or options differ.
+
+    Collective: construction creates a gloo group over ``group`` and compares options on it. A clean step issues one MAX all-reduce of 16 bytes
+    over ``group``; evaluation and ``no_sync`` issue none.
+    Host sync: one read per clean step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+        *,
+        scaler: object = None,
+        replay: str | None = None,
+        group: dist.ProcessGroup | None = None,
+        **options: Any,
+    ) -> None:
+        self.__dict__["_model"] = model
+        self._closed = True
+        self._parts = parts = build_parts(model, optimizer, scaler, replay, group, options, self._before_scaler_step)
+        self._closed = False
+        self._left = False
+        self._config = parts.config
+        self._step = parts.config.first_step
+        self._activity = False
+        self._judged: set[int] = set()
+        self._go_on = True
+        self._first_window = True
+        self._batch: Any = None
+        self._has_batch = False
+        self._last_update_judged = True
+        self._handles: list[Any] = []
+        if parts.config.enabled:
+            self._attach()
+
+    # -- what the loop calls -----------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model. Without grad mode the hooks come off first, so that no layer chooses another kernel."""
+        if not torch.is_grad_enabled():
+            self._parts.forward.disarm()
+        return self._model(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the model's: ``guard.no_sync()``, ``guard.module``, ``guard.state_dict()``."""
+        return getattr(self.__dict__["_model"], name)
+
+    @property
+    def step(self) -> int:
+        """Number of the step now running: verdicts so far, from ``first_step``."""
+        return self._step
+
+    def steps(self, loader: Iterable[Any]) -> Steps:
+        """The loader, with micro-batches marked and kept; re-iterable, with the loader's length."""
+        return Steps(loader, self)
+
+    def watch(self, **losses: Any) -> None:
+        """Look at losses. A dict names each term, None is ignored; no host read, no collective."""
+        if not self._is_watching() or not torch.is_grad_enabled():
+            return
+        for name, value in _named_losses(losses):
+            self._watch_loss(name, value)
+
+    def check(self) -> bool:
+        """The verdict now, for engines that own the step, and before saving a checkpoint. Once per window.
+
+        Returns:
+            True: go on; False: the step is to be skipped.
+
+        Raises:
+            NonFiniteError: on every rank, under ``stop``.
+
+        Collective: as one clean step; every rank must call it. Host sync: one read.
+        """
+        return self._judge() if self._is_watching() else True
+
+    def register(self, **things: Any) -> None:
+        """More to look after: modules for the state check (an EMA copy), random generators, stateful objects for the dump.
+
+        Raises:
+            ValueError: a thing of no such kind, or a name that is taken.
+        """
+        self._parts.register(things)
+
+    def close(self) -> None:
+        """Judge the last update, then leave the model as it was. Collective: one verdict; every rank must call it."""
+        if not self._closed and self._is_watching() and not self._last_update_judged:
+            try:
+                self._judge()
+            finally:
+                self._detach()
+        self._detach()
+
+    def __enter__(self) -> NanGuard:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._detach(keep_exit_hook=True)  # the error may reach the top: then the peers and the dump are still needed
+
+    # -- one step, in order ----------------------------------------------------------------------------------------------------
+
+    def _begin_micro_batch(self, batch: Any) -> None:
+        """1. The loader has produced an item."""
+        self._batch, self._has_batch = batch, True
+        self._open_micro_batch(batch)
+
+    def _open_micro_batch(self, batch: Any) -> None:
+        parts = self._parts
+        micro_batch = parts.window.begin_micro_batch(batch)
+        parts.forward.begin_micro_batch(micro_batch.index)
+        parts.gradient.micro_batch = micro_batch.index
+        parts.backward.ran = False
+        self._activity = True
+
+    def _before_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """2. The model is called: the first call looks at all state, before anything is changed."""
+        parts = self._parts
+        if not torch.is_grad_enabled():
+            parts.disarm()
+            return
+        parts.arm()
+        parts.forward.begin_root()
+        parts.backward.reset()
+        self._activity = True
+        if self._needs_micro_batch():
+            self._open_micro_batch(self._batch if self._has_batch else {"args": args, "kwargs": kwargs})
+        if self._first_window:
+            self._first_window = False
+            parts.see_initial_state()
+
+    def _needs_micro_batch(self) -> bool:
+        parts = self._parts
+        return not parts.window.micro_batches or (not self._has_batch and parts.backward.ran)
+
+    def _before_root(self) -> None:
+        """3. Inside the wrapper, after its broadcast: keep the buffers before the model changes them."""
+        parts = self._parts
+        parts.window.keep_buffers(parts.named_buffers())
+        parts.see_initial_buffers()
+
+    def _watch_loss(self, name: str, value: Tensor) -> None:
+        """4. The loss."""
+        parts = self._parts
+        if not parts.window.micro_batches:
+            self._open_micro_batch(self._batch if self._has_batch else None)
+        micro_batch = parts.window.micro_batches[-1]
+        micro_batch.losses[name] = value.detach()
+        if "loss" in self._config.watch:
+            parts.board.reduce(Region.LOSS, value, LossNote(name, micro_batch.index))
+
+    def _after_backward(self) -> None:
+        """5. A backward pass has ended, the wrapper's communication included."""
+        parts = self._parts
+        self._activity = True
+        if not parts.wrapper.will_reduce():
+            parts.gradient.cover()
+        elif "reduce" in self._config.watch:
+            parts.gradient.see_reduced()
+
+    def _before_update(self, optimizer: torch.optim.Optimizer) -> bool:
+        """6. ``optimizer.step`` is entered: whether it may go on. Optimizers that step after one backward share a verdict."""
+        if not self._activity and id(optimizer) not in self._judged:
+            self._judged.add(id(optimizer))
+            return self._go_on
+        go_on = self._judge()
+        self._judged.add(id(optimizer))
+        return go_on
+
+    def _judge(self) -> bool:
+        """7. The verdict of all ranks."""
+        parts = self._parts
+        parts.see_before_verdict(self._step)
+        severity = parts.peers.verdict(self._severities.severity(self._known_to_host()))
+        self._activity = False
+        self._judged = set()
+        self._last_update_judged = True
+        try:
+            self._go_on = self._policy.go_on(severity, self._step)
+        finally:
+            self._close_window()
+        self._step += 1
+        return self._go_on
+
+    def _after_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """8. The weights have changed; what they are now rides with the next verdict."""
+        if self._go_on and "optimizer" in self._config.watch:
+            self._parts.state.see_update(optimizer)
+            self._last_update_judged = False
+
+    def _close_window(self) -> None:
+        parts = self._parts
+        parts.window.clear()
+        parts.forward.forget_window()
+        parts.gradient.forget_window()
+        parts.backward.ran = False
+
+    def _known_to_host(self) -> Severity:
+        if "optimizer" in self._config.watch and self._parts.state.see_hyper_parameters():
+            return Severity.FAULT
+        return Severity.CLEAN
+
+    # -- on and off ---------------------------------------------------------------------------------------------------------------
+
+    def _is_watching(self) -> bool:
+        return self._config.enabled and not self._closed
+
+    def _attach(self) -> None:
+        parts = self._parts
+        has_scaler = parts.scaler is not None
+        self._severities = Severities(parts.board, parts.device, has_scaler)
+        self._policy = FaultPolicy(parts)
+        parts.backward.on_end = self._after_backward
+        parts.forward.on_root = self._before_root
+        self._handles.append(parts.wrapper.model.register_forward_pre_hook(_Entry(self), with_kwargs=True))
+        for optimizer in parts.optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(_StepPre(self)))
+            self._handles.append(optimizer.register_step_post_hook(_StepPost(self)))
+        self._exit_hook = ExitHook(self._config.exit_code, parts.peers.meet, self._fell)
+        self._distress = (
+            Distress(
+                parts.name, parts.peers.rank, parts.peers.world_size, self._config.timeout_s, self._called_by_peer
+            )
+            if parts.peers.world_size > 1
+            else None
+        )
+
+    def _detach(self, keep_exit_hook: bool = False) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._left = not keep_exit_hook
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if self._config.enabled and not keep_exit_hook:
+            if self._distress is not None:
+                self._distress.close()
+            self._exit_hook.close()
+        self._parts.close(keep_fault_group=keep_exit_hook)
+
+    # -- a rank that falls alone ------------------------------------------------------------------------------------------------------
+
+    def _fell(self, error: BaseException) -> bool:
+        """This rank's own code raised. If its slots are bad, or a peer has fallen: write the local part, tell the peers."""
+        called = self._distress is not None and self._distress.was_called()
+        if self._left or not (called or self._policy.saw_something()):
+            return False
+        report = self._policy.dump_alone(self._step, f"this rank raised {type(error).__name__} on its own")
+        if self._distress is not None:
+            self._distress.call(log_line(report))
+            self._distress.wait_for_all()
+        return True
+
+    def _called_by_peer(self, text: str) -> None:
+        """A peer has fallen, and this rank's main thread may wait for it for ever. Runs on the distress thread."""
+        assert self._distress is not None
+        if self._policy.dump_with_fallen_peer(self._step, text):
+            self._distress.wait_for_all()
+            self._exit_hook.leave()
+
+    def _is_inside_scaler(self) -> bool:
+        return self._parts.scaler is not None and self._parts.scaler.is_inside
+
+    def _before_scaler_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        return self._before_update(optimizer) if self._is_watching() else True
+
+
+class Steps:
+    """A loader whose items begin micro-batches."""
+
+    def __init__(self, loader: Iterable[Any], guard: NanGuard) -> None:
+        self._loader = loader
+        self._guard = guard
+        self._warned = False
+
+    def __iter__(self) -> Iterator[Any]:
+        self._warn_of_open_window()
+        for batch in self._loader:
+            if self._guard._is_watching():
+                self._guard._begin_micro_batch(batch)
+            yield batch
+
+    def __len__(self) -> int:
+        if not isinstance(self._loader, Sized):
+            raise TypeError(f"the loader, a {type(self._loader).__name__}, has no length")
+        return len(self._loader)
+
+    def _warn_of_open_window(self) -> None:
+        if self._guard._activity and not self._warned:
+            self._warned = True
+            _log.warning("a window was still open when the loader began again: it goes on, and its micro-batches count on")
+
+
+class _Entry(Hook):
+    """Before the model, wrapper included."""
+
+    def __init__(self, guard: NanGuard) -> None:
+        super().__init__(guard)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        guard = self.target()
+        if guard is not None and not torch.compiler.is_compiling():
+            guard._before_model(args, kwargs)
+
+
+class _StepPre(Hook):
+    """Before ``optimizer.step``; a closure is wrapped, so that the verdict falls when it has returned."""
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        guard = self.target()
+        if guard is None or guard._is_inside_scaler():
+            return None
+        closure, given = _closure_of(args, kwargs)
+        if closure is None:
+            guard._before_update(optimizer)
+            return None
+        wrapped = _JudgedClosure(guard, optimizer, closure)
+        return ((wrapped, *args[1:]), kwargs) if given == "args" else (args, {**kwargs, "closure": wrapped})
+
+
+class _StepPost(Hook):
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        guard = self.target()
+        if guard is not None:
+            guard._after_update(optimizer)
+
+
+class _JudgedClosure:
+    def __init__(self, guard: NanGuard, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> None:
+        self._guard = weakref.ref(guard)
+        self._optimizer = optimizer
+        self._closure = closure
+
+    def __call__(self) -> Any:
+        result = self._closure()
+        guard = self._guard()
+        if guard is not None:
+            guard._before_update(self._optimizer)
+        return result
+
+
+def _closure_of(args: Any, kwargs: Any) -> tuple[Callable[[], Any] | None, str]:
+    if kwargs.get("closure") is not None:
+        return kwargs["closure"], "kwargs"
+    return (args[0], "args") if args and callable(args[0]) else (None, "")
+
+
+def _named_losses(losses: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    for name, value in losses.items():
+        if isinstance(value, dict):
+            yield from _named_losses({f"{name}.{key}": item for key, item in value.items()})
+        elif isinstance(value, (int, float)):
+            yield name, torch.tensor(float(value), dtype=torch.float64)
+        elif value is not None:
+            for index, tensor in enumerate(tensors_in(value)):
+                yield (name if index == 0 else f"{name}[{index}]"), tensor
+
+
+__all__ = ["Board", "GuardConfig", "NanGuard", "Parts", "Steps", "WatchedScaler"]

@@ -1,0 +1,115 @@
+"""The texts of a fault: the first log line and the error message, the same on every rank."""
+
+from __future__ import annotations
+
+from .site import Evidence, FaultReport, Phase, Site
+
+_KIND_WORDS = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}
+
+
+def layer_text(layer: str | None) -> str:
+    """A layer's name as people see it."""
+    return "(root)" if layer == "" else (layer or "the training step")
+
+
+def log_line(report: FaultReport) -> str:
+    """``rank 37 · step 4812 · micro-batch 3 · forward · layers.17.mlp.act (call 1): finite in, NaN out``."""
+    origin = report.origin
+    if origin is None:
+        return f"step {report.step} · {report.cause or 'a non-finite value, origin unknown'}"
+    parts = [f"rank {origin.rank}" if origin.rank is not None else "no rank", f"step {origin.step}"]
+    if origin.micro_batch is not None:
+        parts.append(f"micro-batch {origin.micro_batch}")
+    return " · ".join([*parts, str(origin.phase), what(origin)])
+
+
+def what(site: Site) -> str:
+    """What was seen at a site, without rank and step."""
+    kind = _KIND_WORDS[site.kind]
+    layer = layer_text(site.layer) + (f" (call {site.call})" if site.call is not None else "")
+    if site.between is not None:
+        return _between_text(site, kind)
+    match site.phase:
+        case Phase.STATE:
+            return f"{site.slot} is {kind} before the step"
+        case Phase.INPUT:
+            return f"batch{site.slot} holds {kind}"
+        case Phase.FORWARD:
+            taken = _KIND_WORDS[site.taken_in] if site.taken_in else "finite"
+            return f"{layer}: {taken} in, {kind} out" if site.slot == "output" else f"{layer}: {kind} in"
+        case Phase.LOSS:
+            return f"{site.slot} is {kind}; all layers were finite"
+        case Phase.BACKWARD if site.slot == "grad":
+            return f"{layer}: finite gradient in, {kind} gradient out"
+        case Phase.BACKWARD:
+            return f"gradient of {site.slot} is {kind}; the gradient of its layer's output was finite"
+        case Phase.REDUCE:
+            return f"gradient of {site.slot} is {kind} only after communication; every rank's own gradient was finite"
+        case Phase.OPTIMIZER if site.layer is None and site.slot.rsplit(".", 1)[0].split(".")[-1].startswith("g"):
+            return f"hyper-parameter {site.slot} is {kind}"
+        case _:
+            return f"{site.slot} is {kind} only after the update"
+
+
+def _between_text(site: Site, kind: str) -> str:
+    assert site.between is not None
+    place = site.between
+    code = f"code of {layer_text(place.layer)}" if place.layer is not None else "code of the training step"
+    after = "its start" if place.after is None else layer_text(place.after)
+    before = "its end" if place.before is None else layer_text(place.before)
+    ends = f"between {after} and {before}"
+    thing = "gradient" if site.phase is Phase.BACKWARD else "value"
+    return f"{code}, {ends}: a {kind} {thing} that no layer made"
+
+
+def error_text(report: FaultReport) -> str:
+    """The text of `NonFiniteError`: what and where, evidence, state of the job, the next command."""
+    origin = report.origin
+    lines = [_headline(report)]
+    lines.append(f"  evidence: {_evidence_text(origin.evidence) if origin else 'none'}{_affected_text(report)}")
+    if report.cause:
+        lines.append(f"  cause:    {report.cause}")
+    lines.append(f"  state:    {_state_text(report)}")
+    lines += [f"  note:     {note}" for note in report.notes]
+    if report.dump_path:
+        lines.append(f"  next:     ddp-nanguard replay {report.dump_path}")
+    return "\n".join(lines)
+
+
+def _headline(report: FaultReport) -> str:
+    origin = report.origin
+    if origin is None:
+        return f"step {report.step}: {report.cause or 'a non-finite value; no site could be attributed'}"
+    who = f"rank {origin.rank}" if origin.rank is not None else "no rank"
+    where = f", micro-batch {origin.micro_batch}" if origin.micro_batch is not None else ""
+    return f"{who}, step {origin.step}{where}, {origin.phase}: {what(origin)}"
+
+
+def _evidence_text(evidence: Evidence | None) -> str:
+    if evidence is None:
+        return "the tensor is gone; its minimum and maximum showed it"
+    counts = f"{evidence.num_nan} NaN, {evidence.num_inf} Inf, {evidence.num_neg_inf} -Inf of {evidence.numel}"
+    largest = f"; largest finite {evidence.largest_finite:.3g}" if evidence.largest_finite is not None else ""
+    return f"{tuple(evidence.shape)} {evidence.dtype}: {counts}{largest}"
+
+
+def _affected_text(report: FaultReport) -> str:
+    if report.holders:
+        return f"; held by ranks {_ranks(report.holders, len(report.holders))}"
+    if not report.num_ranks_affected:
+        return ""
+    return f"; seen on {report.num_ranks_affected} of {report.world_size} ranks: {_ranks(report.ranks_affected, report.num_ranks_affected)}"
+
+
+def _ranks(ranks: tuple[int, ...], count: int) -> str:
+    shown = ", ".join(str(rank) for rank in ranks[:8])
+    return f"{shown}, ..." if count > 8 else shown
+
+
+def _state_text(report: FaultReport) -> str:
+    ranks = f"all {report.world_size} ranks" if report.world_size > 1 else "the one rank"
+    if report.state:
+        names = ", ".join(report.state[:4]) + (f" and {len(report.state) - 4} more" if len(report.state) > 4 else "")
+        return f"{ranks} stopped; DAMAGED: {names}"
+    before = f"weights are those of step {report.step - 1}" if report.step > 0 else "weights are the initial ones"
+    return f"{ranks} stopped before the update; {before}"

@@ -1,0 +1,328 @@
+"""`Parts`: what a guard is composed of, and how it is put together from what the user gave."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+
+from .board import Board
+from .config import GuardConfig
+from .probes.backward import BackwardProbe
+from .probes.forward import ForwardProbe
+from .probes.gradient import GradientProbe
+from .probes.state import StateProbe
+from .scaler import BeforeStep, WatchedScaler, require_fitting_scaler
+from .verdict import Peers
+from .window import Previous, Window
+from .wrappers import GradientWatch, Wrapper, wrapper_of
+
+_guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+@dataclass
+class Parts:
+    """What a guard is composed of."""
+
+    config: GuardConfig
+    peers: Peers
+    wrapper: Wrapper
+    optimizers: list[torch.optim.Optimizer]
+    board: Board
+    backward: BackwardProbe
+    forward: ForwardProbe
+    gradient: GradientProbe
+    local_gradients: GradientWatch | None
+    state: StateProbe
+    window: Window
+    previous: Previous | None
+    scaler: WatchedScaler | None
+    recipe: str | None
+    recipe_directory: str | None
+    device: torch.device
+    module_names: frozenset[str]
+    named_buffers: Callable[[], list[tuple[str, Tensor]]]
+    registered: dict[str, Any] = field(default_factory=dict)
+    armed: bool = False
+    saw_initial_buffers: bool = False
+
+    @property
+    def name(self) -> str:
+        """The same on all ranks of this guard and no other guard of the job."""
+        group = self.peers.fault_group
+        return group.group_name if group is not None else "alone"
+
+    def is_ignored(self, name: str) -> bool:
+        """Whether an ``ignore`` pattern covers a layer or a parameter."""
+        return is_ignored(name, self.config.ignore)
+
+    def owner_of(self, name: str) -> str:
+        """The layer of a parameter, buffer or optimizer state: the longest module name that its name begins with."""
+        while "." in name:
+            name = name.rsplit(".", 1)[0]
+            if name in self.module_names:
+                return name
+        return ""
+
+    def sharers_of(self, name: str) -> list[str]:
+        """The layers that hold a parameter, the one that names it first."""
+        others = [alias for alias, kept in self.wrapper.aliases().items() if kept == name]
+        return [self.owner_of(each) for each in (name, *others)]
+
+    # -- probes on and off ---------------------------------------------------------------------------------------------
+
+    def arm(self) -> None:
+        """Hooks on."""
+        if self.armed:
+            return
+        self.armed = True
+        if {"forward", "backward"} & set(self.config.watch):
+            self.forward.arm()
+        if self.local_gradients is not None:
+            self.local_gradients.arm()
+
+    def disarm(self) -> None:
+        """Hooks off: a forward without grad mode is left alone."""
+        if self.armed:
+            self.armed = False
+            self.forward.disarm()
+            if self.local_gradients is not None:
+                self.local_gradients.disarm()
+
+    def see_initial_state(self) -> None:
+        """Parameters and optimizer state before the first step."""
+        if "state" in self.config.watch:
+            self.state.see_before()
+
+    def see_initial_buffers(self) -> None:
+        """Buffers before the first step, after the wrapper's broadcast."""
+        if not self.saw_initial_buffers and "state" in self.config.watch:
+            self.state.see_buffers_before()
+        self.saw_initial_buffers = True
+
+    def see_before_verdict(self, step: int) -> None:
+        """What is looked at once per window: gradients that no hook has covered, buffers, now and then optimizer state."""
+        watch = self.config.watch
+        if "backward" in watch or "reduce" in watch:
+            self.gradient.see_uncovered()
+        if "state" in watch:
+            self.state.see_written_buffers()
+            if (step - self.config.first_step) % self.config.state_every == 0:
+                self.state.see_optimizer_state()
+
+    def register(self, things: dict[str, Any]) -> None:
+        """Take more things to look after."""
+        for name, thing in things.items():
+            if name in self.registered:
+                raise ValueError(f"register({name}=...): the name is taken; give another one")
+            if isinstance(thing, nn.Module):
+                self.state.registered[name] = thing
+            elif isinstance(thing, torch.Generator) or type(thing).__module__.startswith("numpy.random"):
+                self.window.generators[name] = thing
+            elif not hasattr(thing, "state_dict"):
+                raise ValueError(
+                    f"register({name}={type(thing).__name__}): give a module, a random generator, or an object with state_dict()"
+                )
+            self.registered[name] = thing
+
+    def close(self, keep_fault_group: bool) -> None:
+        """Nothing of the guard is left on the model, and nothing here keeps the model alive."""
+        self.disarm()
+        if self.local_gradients is not None:
+            self.local_gradients.remove()
+        self.backward.close()
+        if self.scaler is not None:
+            self.scaler.close()
+        _guarded.discard(self.wrapper.root)
+        if not keep_fault_group:
+            self.board.discard()
+            self.window.clear()
+            self.forward.forget_window()
+            self.peers.close()
+
+
+def is_ignored(name: str, patterns: tuple[str, ...]) -> bool:
+    """Whether one of the fnmatch patterns covers the name."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+# -- putting it together ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What the user gave, checked on this rank."""
+
+    config: GuardConfig
+    wrapper: Wrapper
+    optimizers: list[torch.optim.Optimizer]
+    scaler: GradScaler | None
+    recipe_directory: str | None
+
+
+def build_parts(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+    scaler: object,
+    replay: str | None,
+    group: dist.ProcessGroup | None,
+    options: dict[str, Any],
+    before_scaler_step: BeforeStep,
+) -> Parts:
+    """Check what was given, on this rank and against the others, and compose the parts.
+
+    Raises:
+        ValueError: on every rank if anything does not fit on any rank.
+
+    Collective: a gloo group is made; problems and options are compared on it.
+    """
+    given: _Given | None = None
+    problem: str | None = None
+    try:
+        given = _checked(model, optimizer, scaler, replay, options)
+    except ValueError as error:
+        problem = str(error)
+    device = _device_of(given.wrapper) if given is not None else torch.device("cpu")
+    peers = Peers(group, given.config.timeout_s if given is not None else 60.0, device)
+    peers.require_no_problem(problem)
+    assert given is not None
+    peers.require_equal_options(given.config.to_dict())
+    peers.bound_waiting()
+    if given.config.enabled:
+        _guarded.add(given.wrapper.root)
+    else:
+        peers.close()
+    return _composed(given, peers, replay, device, before_scaler_step)
+
+
+def _checked(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+    scaler: object,
+    replay: str | None,
+    options: dict[str, Any],
+) -> _Given:
+    config = GuardConfig.from_code_and_environment(options)
+    wrapper = wrapper_of(model)
+    if wrapper.root in _guarded:
+        raise ValueError(f"model {type(model).__name__} has a guard already; close() that one, or use it")
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    for each in optimizers:
+        _require_fitting_optimizer(each, wrapper)
+    fitting = require_fitting_scaler(scaler, wrapper.kind) if config.enabled else None
+    return _Given(config, wrapper, optimizers, fitting, _recipe_directory(replay))
+
+
+def _require_fitting_optimizer(optimizer: object, wrapper: Wrapper) -> None:
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"optimizer is a {name}; give a torch.optim.Optimizer, or several of them")
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"optimizer {name} needs a closure, which it calls several times in one step, so that no single verdict can fall "
+            "before its update; use an optimizer whose step() takes none"
+        )
+    own = {id(parameter) for _, parameter in wrapper.named_parameters()}
+    if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError(
+            f"optimizer {name} holds no parameter of the model; build it from model.parameters() after the model is wrapped"
+        )
+
+
+def _recipe_directory(replay: str | None) -> str | None:
+    """Where the recipe's module lies; the module is not imported."""
+    if replay is None:
+        return None
+    module, colon, function = replay.rpartition(":")
+    if not colon or not module or not function.isidentifier():
+        raise ValueError(f'option replay={replay!r} names no recipe; give "module:function" or "path/to/file.py:function"')
+    if module.endswith(".py"):
+        if not os.path.isfile(module):
+            raise ValueError(f"option replay={replay!r}: there is no file {module}; give a path that exists on every rank")
+        return os.path.dirname(os.path.abspath(module))
+    top = module.partition(".")[0]
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:
+        raise ValueError(f"option replay={replay!r}: there is no module {top!r}; give one that can be imported from here")
+    return os.path.dirname(os.path.abspath(spec.origin)) if spec.origin and os.path.isfile(spec.origin) else None
+
+
+def _device_of(wrapper: Wrapper) -> torch.device:
+    for _, parameter in wrapper.named_parameters():
+        return wrapper.local(parameter).device
+    return torch.device("cpu")
+
+
+def _composed(
+    given: _Given, peers: Peers, recipe: str | None, device: torch.device, before_scaler_step: BeforeStep
+) -> Parts:
+    config, wrapper = given.config, given.wrapper
+    parameters = wrapper.named_parameters()
+    modules = wrapper.named_modules()
+    named_buffers = _buffer_reader(wrapper)
+    board = Board(config.history)
+    backward = BackwardProbe(board, probes_activations="backward" in config.watch)
+
+    def ignored(name: str) -> bool:
+        return is_ignored(name, config.ignore)
+
+    gradient = GradientProbe(parameters, board, backward, wrapper.local, ignored)
+    watches_gradients = config.enabled and bool({"backward", "reduce"} & set(config.watch))
+    return Parts(
+        config=config,
+        peers=peers,
+        wrapper=wrapper,
+        optimizers=given.optimizers,
+        board=board,
+        backward=backward,
+        forward=ForwardProbe(modules, board, backward, config.skip_types),
+        gradient=gradient,
+        local_gradients=_unarmed(wrapper, gradient) if watches_gradients else None,
+        state=StateProbe(board, parameters, named_buffers, given.optimizers, wrapper.local, ignored),
+        window=Window(device, config.copy_batch, config.hold_batches),
+        previous=Previous() if config.keep_previous else None,
+        scaler=WatchedScaler(given.scaler, before_scaler_step) if given.scaler is not None else None,
+        recipe=recipe,
+        recipe_directory=given.recipe_directory,
+        device=device,
+        module_names=frozenset(name for name, _ in modules),
+        named_buffers=named_buffers,
+    )
+
+
+def _unarmed(wrapper: Wrapper, gradient: GradientProbe) -> GradientWatch:
+    watch = wrapper.watch_local_gradients(gradient.see_local)
+    watch.disarm()
+    return watch
+
+
+def _buffer_reader(wrapper: Wrapper) -> Callable[[], list[tuple[str, Tensor]]]:
+    """Reads the buffers afresh without walking the tree each time; a buffer may be replaced between two reads."""
+    modules = dict(wrapper.named_modules())
+    places = [(name, modules[wrapper.owner_of(name)], name.rpartition(".")[2]) for name, _ in wrapper.named_buffers()]
+
+    def read() -> list[tuple[str, Tensor]]:
+        return list(_present(places))
+
+    return read
+
+
+def _present(places: list[tuple[str, nn.Module, str]]) -> Iterator[tuple[str, Tensor]]:
+    for name, module, attribute in places:
+        buffer = module._buffers.get(attribute)
+        if buffer is not None:
+            yield name, buffer

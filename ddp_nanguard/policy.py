@@ -1,0 +1,214 @@
+"""What is done about a verdict: go on, count, warn, skip, or dump and stop. The same on every rank."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import replace
+
+import torch
+
+from .blame import local_sites
+from .dump.write import write_dump
+from .errors import NonFiniteError
+from .fault import LocalView, look, report_of, step_view
+from .message import error_text, log_line
+from .parts import Parts
+from .record import dump_request
+from .site import FaultReport, Phase
+from .verdict import Severity
+from .window import MicroBatch
+
+_log = logging.getLogger(__name__)
+
+
+class FaultPolicy:
+    """Acts on verdicts.
+
+    Attributes:
+        num_overflows: steps that a scaler has skipped so far.
+        num_skips: steps that ``skip`` has skipped so far.
+        num_warned: faults that ``warn`` has let through, by phase and layer.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.num_overflows = 0
+        self.num_skips = 0
+        self.num_warned: dict[tuple[str, str | None], int] = {}
+        self._overflows_in_a_row = 0
+        self._told_of_scaler = False
+        self._busy = threading.Lock()
+
+    def go_on(self, severity: Severity, step: int) -> bool:
+        """Whether the update may go ahead.
+
+        Raises:
+            NonFiniteError: on every rank.
+
+        Collective: none after a clean verdict; else the fault round and the dump, on the fault group.
+        """
+        if severity is Severity.OVERFLOW:
+            return self._overflow(step)
+        self._overflows_in_a_row = 0
+        if severity in (Severity.LOSS, Severity.FAULT):
+            with self._busy:
+                return self._fault(severity, step, cause="")
+        self._clean(step)
+        return True
+
+    def _clean(self, step: int) -> None:
+        parts = self.parts
+        if parts.previous is not None:
+            tensors = [parts.wrapper.local(parameter) for _, parameter in parts.state.parameters()]
+            parts.previous.keep(step, parts.window, tensors, parts.optimizers)
+        parts.board.keep(step)
+
+    # -- overflows of a scaler ---------------------------------------------------------------------------------------------
+
+    def _overflow(self, step: int) -> bool:
+        self.num_overflows += 1
+        self._overflows_in_a_row += 1
+        config, scaler = self.parts.config, self.parts.scaler
+        assert scaler is not None
+        scale = float(scaler.state().get("scale", 1.0))
+        too_many = self._overflows_in_a_row >= config.max_consecutive_overflows
+        (too_small,) = self._any_of(scale < config.scale_floor)
+        if not too_many and not too_small:
+            self.parts.board.discard()
+            return True
+        reason = f"{self._overflows_in_a_row} overflows in a row" if too_many else f"the scale fell to {scale:g}"
+        with self._busy:
+            return self._fault(Severity.FAULT, step, cause=f"scale collapse: {reason}")
+
+    # -- faults ----------------------------------------------------------------------------------------------------------------
+
+    def _fault(self, severity: Severity, step: int, cause: str) -> bool:
+        view = look(self.parts)
+        if not cause:
+            severity = self._confirmed(severity, view)
+        if severity is Severity.CLEAN:
+            self.parts.board.discard()
+            return True
+        if severity is Severity.LOSS:
+            cause = "every gradient is finite: the weights are in no danger"
+        report = report_of(self.parts, view, step, cause)
+        if severity is Severity.LOSS and self.parts.config.on_loss == "warn":
+            return self._warn(report)
+        if self.parts.config.on_fault == "warn":
+            return self._warn(report)
+        _log.error("%s", log_line(report))
+        if self.parts.config.on_fault == "skip" and self._may_skip(view):
+            return self._skip(report, view)
+        return self._stop(report, view)
+
+    def _confirmed(self, severity: Severity, view: LocalView) -> Severity:
+        """Gradients that were bad in backward and are finite now are no fault: a scaler or the loop has dealt with them."""
+        other = bool(view.damage.names() or view.hyper_parameters)
+        other, seen, now, loss = self._any_of(other, view.gradients_bad_seen, view.gradients_bad_now, view.loss_bad)
+        if severity is not Severity.FAULT or other or now or not seen or self.parts.scaler is not None:
+            return severity
+        if not self._told_of_scaler:
+            self._told_of_scaler = True
+            _log.warning(
+                "gradients were non-finite in backward and are finite now, so the step goes on; "
+                "if a GradScaler or your loop deals with them, pass scaler= (this is said once)"
+            )
+        return Severity.LOSS if loss else Severity.CLEAN
+
+    def _any_of(self, *flags: bool) -> list[bool]:
+        try:
+            return self.parts.peers.any_of(*flags)
+        except RuntimeError:
+            self.parts.peers.lost = True
+            return list(flags)
+
+    def _warn(self, report: FaultReport) -> bool:
+        origin = report.origin
+        key = (str(origin.phase), origin.layer) if origin is not None else ("unknown", None)
+        self.num_warned[key] = self.num_warned.get(key, 0) + 1
+        if self.num_warned[key] == 1:
+            _log.warning("%s (let through; further ones of this layer and phase are counted)", log_line(report))
+        self.parts.board.discard()
+        return True
+
+    def _may_skip(self, view: LocalView) -> bool:
+        (damaged,) = self._any_of(view.damage.is_lasting())
+        return not damaged and self.num_skips < self.parts.config.max_skips
+
+    def _skip(self, report: FaultReport, view: LocalView) -> bool:
+        parts = self.parts
+        self.num_skips += 1
+        report = self._dumped(report, view, parts.window.micro_batches)
+        for optimizer in parts.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        parts.window.restore_buffers(parts.named_buffers())
+        parts.board.discard()
+        _log.warning("step %d skipped on all ranks (%d of %d)", report.step, self.num_skips, parts.config.max_skips)
+        return False
+
+    def _stop(self, report: FaultReport, view: LocalView) -> bool:
+        parts = self.parts
+        window = parts.window.micro_batches
+        if parts.previous is not None and _is_bad_update(report) and parts.previous.step == report.step:
+            report = self._put_back(report)
+            window = parts.previous.window
+        report = self._dumped(report, view, window)
+        parts.board.discard()
+        raise NonFiniteError(error_text(report), report)
+
+    def _put_back(self, report: FaultReport) -> FaultReport:
+        """``keep_previous``: everything is again as it was before the bad update."""
+        parts = self.parts
+        assert parts.previous is not None
+        parts.previous.restore()
+        parts.window.put_buffers(parts.named_buffers(), parts.previous.buffers)
+        names = ", ".join(report.state[:4]) + (", ..." if len(report.state) > 4 else "")
+        note = f"the update of step {report.step} made {names} non-finite; weights and optimizer state were put back to before it"
+        return replace(report, state=(), notes=(*report.notes, note))
+
+    def _dumped(self, report: FaultReport, view: LocalView, window: list[MicroBatch]) -> FaultReport:
+        if self.parts.config.dump_dir is None:
+            return report
+        group = None if self.parts.peers.lost else self.parts.peers.fault_group
+        result = write_dump(dump_request(self.parts, report, view, window, group))
+        notes = [f"dump: {problem}" for problem in result.problems]
+        if result.replicas_disagree:
+            notes.append(f"replicas disagree: {', '.join(result.replicas_disagree[:4])}")
+        for note in notes:
+            _log.error("%s", note)
+        return replace(report, dump_path=result.path, notes=(*report.notes, *notes))
+
+    # -- without peers -------------------------------------------------------------------------------------------------------------
+
+    def saw_something(self) -> bool:
+        """Whether this rank's own slots show a fault. Host sync: many."""
+        try:
+            view = look(self.parts)
+            return any(not ranked.weak for ranked in local_sites(step_view(self.parts, view, 0)))
+        except RuntimeError as error:
+            _log.error("slots cannot be read any more: %s", error)
+            return False
+
+    def dump_alone(self, step: int, cause: str) -> FaultReport:
+        """This rank's local part, without any collective; the log line first."""
+        parts = self.parts
+        parts.peers.lost = True
+        view = look(parts)
+        report = report_of(parts, view, step, cause)
+        _log.error("%s", log_line(report))
+        return self._dumped(report, view, parts.window.micro_batches)
+
+    def dump_with_fallen_peer(self, step: int, text: str) -> bool:
+        """This rank's local part after a peer's call; False where the main thread is in the fault path itself."""
+        if not self._busy.acquire(blocking=False):
+            return False
+        _log.error("a peer has fallen, this rank writes its part and ends: %s", text)
+        with torch.no_grad():
+            self.dump_alone(step, f"ended with a peer: {text}")
+        return True
+
+
+def _is_bad_update(report: FaultReport) -> bool:
+    origin = report.origin
+    return origin is not None and origin.phase is Phase.OPTIMIZER and origin.layer is not None

@@ -1,0 +1,1 @@
+"""What is looked at in a step: module outputs and inputs, gradients, state. Every probe ends in a slot of the board."""

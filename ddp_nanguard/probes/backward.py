@@ -1,0 +1,87 @@
+"""Backward: tensor hooks on the sightings of the forward, and the moment at which a backward pass has ended.
+
+[Note: the end of backward]
+An engine callback queued from inside an engine callback runs after the wrapper's own finalisation and so sees reduced gradients; one queued
+only once may run too early. Reentrant checkpointing runs nested backward passes whose callbacks see half of the gradients: only the
+outermost pass counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from ..board import Board, Region
+from .calls import Call, Sighting
+
+
+class BackwardProbe:
+    """Watches gradients of activations, and tells when a backward pass has ended."""
+
+    def __init__(self, board: Board, probes_activations: bool) -> None:
+        self.board = board
+        self._probes_activations = probes_activations
+        self.on_end: Callable[[], None] = _nothing
+        self.ran = False
+        self._task: int | None = None
+
+    def watch(self, tensor: Tensor, sighting: Sighting) -> None:
+        """Probe the gradient of a non-leaf tensor when backward reaches it."""
+        if self._probes_activations:
+            tensor.register_hook(GradientHook(self, sighting))
+
+    def enter(self) -> None:
+        """To be called by every hook that runs in backward; the first one arranges for the end."""
+        self.ran = True
+        if self._task is None:
+            self._task = torch._C._current_graph_task_id()
+            Variable._execution_engine.queue_callback(self._first_callback)
+
+    def is_closed(self) -> bool:
+        """Whether hooks of graphs that outlive the guard are to stay silent."""
+        return not self._probes_activations
+
+    def reset(self) -> None:
+        """A backward pass that raised never ended."""
+        self._task = None
+
+    def close(self) -> None:
+        """Graphs that are still alive hold the hooks: they must not lead to the guard."""
+        self.on_end = _nothing
+        self._probes_activations = False
+
+    def _first_callback(self) -> None:
+        Variable._execution_engine.queue_callback(self._second_callback)
+
+    def _second_callback(self) -> None:
+        self._task = None
+        self.on_end()
+
+
+class GradientHook:
+    """Tensor hook that reduces a gradient; it is its own note on the board."""
+
+    __slots__ = ("probe", "sighting")
+    __torch_unserializable__ = True  # saving an activation must not warn about this hook
+
+    def __init__(self, probe: BackwardProbe, sighting: Sighting) -> None:
+        self.probe = probe
+        self.sighting = sighting
+
+    def __call__(self, gradient: Tensor) -> None:
+        if self.probe.is_closed():
+            return
+        self.probe.enter()
+        self.probe.board.reduce(Region.EVIDENCE, gradient, self)
+
+    @property
+    def call(self) -> Call:
+        """The call that gave or first took the tensor."""
+        return self.sighting.call
+
+
+def _nothing() -> None:
+    return None

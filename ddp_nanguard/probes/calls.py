@@ -1,0 +1,82 @@
+"""Calls of modules and the tensors they take and give: the host-side record that blame is later read from.
+
+[Note: sightings]
+A `Sighting` is one version of one tensor, seen by a probe. A module's input is probed only where it is not a sighting already (same object,
+same ``_version``), so one pass over the data per tensor is enough to tell code between two modules from the module after it: an input
+that is no sighting was made by the code in between.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+
+
+class Call:
+    """One call of one module in a micro-batch.
+
+    Attributes:
+        layer: clean name of the module.
+        number: from 1 in the micro-batch; None for a recomputed call that cannot be matched to the original one.
+        parent: the call it ran in, None for the root.
+        inputs, outputs: sightings of its tensors.
+        children: calls made in it, in order.
+    """
+
+    __slots__ = ("children", "inputs", "layer", "micro_batch", "number", "outputs", "parent")
+
+    def __init__(self, layer: str, number: int | None, micro_batch: int, parent: Call | None) -> None:
+        self.layer = layer
+        self.number = number
+        self.micro_batch = micro_batch
+        self.parent = parent
+        self.inputs: list[Sighting] = []
+        self.outputs: list[Sighting] = []
+        self.children: list[Call] = []
+        if parent is not None:
+            parent.children.append(self)
+
+    def ancestors(self) -> list[Call]:
+        """The calls it ran in, innermost first."""
+        found: list[Call] = []
+        call = self.parent
+        while call is not None:
+            found.append(call)
+            call = call.parent
+        return found
+
+
+class Sighting:
+    """One version of one tensor.
+
+    Attributes:
+        call: the call that gave it (``slot`` is ``output``) or first took it (``input``).
+        order: execution order of its slot, None where its kind cannot be checked.
+        consumers: calls that took it as an input.
+    """
+
+    __slots__ = ("call", "consumers", "order", "ref", "slot", "version")
+
+    def __init__(self, tensor: Tensor, call: Call, slot: str) -> None:
+        self.ref = weakref.ref(tensor)
+        self.version = version_of(tensor)
+        self.call = call
+        self.slot = slot
+        self.order: int | None = None
+        self.consumers: list[Call] = []
+
+    def is_still(self, tensor: Tensor) -> bool:
+        """Whether the tensor is this one, unchanged."""
+        return self.ref() is tensor and self.version == version_of(tensor)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Counter of in-place changes; -1 for inference tensors, which have none."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass, where a forward hook means recomputation."""
+    return torch._C._current_graph_task_id() != -1

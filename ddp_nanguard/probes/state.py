@@ -1,0 +1,165 @@
+"""State: parameters, buffers, optimizer state and hyper-parameters, before the first step and after updates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..board import Board, Region
+
+_NEVER_INFINITE = frozenset({"lr", "weight_decay", "momentum", "dampening", "eps", "betas", "alpha", "rho", "lr_decay"})
+
+Kind = Literal["parameter", "buffer", "optimizer state", "hyper-parameter"]
+When = Literal["before", "update", "written"]
+
+
+@dataclass(frozen=True, slots=True)
+class StateNote:
+    """Note of a piece of state.
+
+    Attributes:
+        name: clean name; for optimizer state ``<parameter>.<key>``, for hyper-parameters ``g0.lr``.
+        when: ``before`` the step, after an ``update``, or ``written`` by the forward (buffers).
+    """
+
+    kind: Kind
+    name: str
+    when: When
+
+
+class StateProbe:
+    """Looks at state.
+
+    Args:
+        parameters: clean name by identity of the parameters of the model.
+        named_buffers: reads the buffers afresh, since they can be replaced.
+        registered: further modules by name, such as an EMA copy.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        parameters: list[tuple[str, nn.Parameter]],
+        named_buffers: Callable[[], list[tuple[str, Tensor]]],
+        optimizers: list[torch.optim.Optimizer],
+        local: Callable[[Tensor], Tensor],
+        is_ignored: Callable[[str], bool],
+    ) -> None:
+        self.board = board
+        self.registered: dict[str, nn.Module] = {}
+        self._names = {id(parameter): name for name, parameter in parameters}
+        self._parameters = parameters
+        self._named_buffers = named_buffers
+        self._optimizers = optimizers
+        self._local = local
+        self._is_ignored = is_ignored
+
+    # -- what is there -----------------------------------------------------------------------------------------------
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters of the model, then those that only an optimizer holds, then those of registered modules."""
+        yield from self._parameters
+        for optimizer in self._optimizers:
+            for name, parameter in self.named_parameters_of(optimizer):
+                if id(parameter) not in self._names:
+                    yield name, parameter
+        for prefix, module in self.registered.items():
+            yield from ((f"{prefix}.{name}", parameter) for name, parameter in module.named_parameters())
+
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Floating buffers of the model and of registered modules."""
+        for name, buffer in self._named_buffers():
+            if buffer.is_floating_point() or buffer.is_complex():
+                yield name, buffer
+        for prefix, module in self.registered.items():
+            for name, buffer in module.named_buffers():
+                if buffer.is_floating_point() or buffer.is_complex():
+                    yield f"{prefix}.{name}", buffer
+
+    def optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
+        """State tensors of the optimizers, as ``<parameter>.<key>``."""
+        for optimizer in self._optimizers:
+            for name, parameter in self.named_parameters_of(optimizer):
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, Tensor):
+                        yield f"{name}.{key}", value
+
+    def named_parameters_of(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters of one optimizer; one that the model does not have is called ``optimizer.g0.p3``."""
+        index = self._optimizers.index(optimizer)
+        prefix = "optimizer" if index == 0 else f"optimizer{index}"
+        for group_index, group in enumerate(optimizer.param_groups):
+            for position, parameter in enumerate(group["params"]):
+                yield self._names.get(id(parameter), f"{prefix}.g{group_index}.p{position}"), parameter
+
+    def hyper_parameters(self) -> Iterator[tuple[str, float | Tensor]]:
+        """Numbers in the parameter groups, as ``g0.lr``; those of a second optimizer as ``optimizer1.g0.lr``."""
+        for index, optimizer in enumerate(self._optimizers):
+            prefix = "" if index == 0 else f"optimizer{index}."
+            for group_index, group in enumerate(optimizer.param_groups):
+                for key, value in group.items():
+                    if key != "params":
+                        yield from _numbers(f"{prefix}g{group_index}.{key}", value)
+
+    # -- looking at it -------------------------------------------------------------------------------------------------
+
+    def see_before(self) -> None:
+        """Parameters and optimizer state before the first step."""
+        self._see("parameter", "before", self.parameters())
+        self.see_optimizer_state()
+
+    def see_buffers_before(self) -> None:
+        """Buffers before the first step."""
+        self._see("buffer", "before", self.buffers())
+
+    def see_optimizer_state(self) -> None:
+        """One pass over the optimizer state."""
+        self._see("optimizer state", "before", self.optimizer_state())
+
+    def see_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """The weights that an optimizer has just updated; they ride with the next verdict."""
+        self._see("parameter", "update", self.named_parameters_of(optimizer))
+
+    def see_written_buffers(self) -> None:
+        """Buffers after the forwards of the window, and everything of registered modules."""
+        self._see("buffer", "written", self.buffers())
+        for prefix, module in self.registered.items():
+            named = ((f"{prefix}.{name}", parameter) for name, parameter in module.named_parameters())
+            self._see("parameter", "written", named)
+
+    def see_hyper_parameters(self) -> bool:
+        """Whether a number is bad that the host holds; tensors are probed on the device."""
+        bad = False
+        for name, value in self.hyper_parameters():
+            if isinstance(value, Tensor):
+                self.board.reduce(Region.STATE, value, StateNote("hyper-parameter", name, "before"))
+            else:
+                bad = bad or is_bad_number(name, value)
+        return bad
+
+    def _see(self, kind: Kind, when: When, named: Iterator[tuple[str, Tensor]]) -> None:
+        region = Region.BUFFER if kind == "buffer" else Region.STATE
+        for name, tensor in named:
+            if not self._is_ignored(name):
+                self.board.reduce(region, self._local(tensor), StateNote(kind, name, when))
+
+
+def is_bad_number(name: str, value: float) -> bool:
+    """NaN in any hyper-parameter, infinity in those that are never meant to be infinite."""
+    key = name.rsplit(".", 1)[-1].split("[")[0]
+    return math.isnan(value) or (math.isinf(value) and key in _NEVER_INFINITE)
+
+
+def _numbers(name: str, value: object) -> Iterator[tuple[str, float | Tensor]]:
+    if isinstance(value, float):
+        yield name, value
+    elif isinstance(value, Tensor) and value.is_floating_point():
+        yield name, value
+    elif isinstance(value, (tuple, list)):
+        for index, item in enumerate(value):
+            yield from _numbers(f"{name}[{index}]", item)

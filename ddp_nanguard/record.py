@@ -1,0 +1,216 @@
+"""What a guard has at hand when a fault strikes, as the request for a dump."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .blame import LossNote
+from .board import Reading, Region
+from .dump.request import DumpRequest
+from .fault import LocalView, labelled_slots, unchecked
+from .parts import Parts
+from .pieces import Piece
+from .probes.gradient import GradientNote
+from .site import FaultReport, json_safe
+from .window import MicroBatch
+
+
+def dump_request(
+    parts: Parts,
+    report: FaultReport,
+    view: LocalView,
+    window: list[MicroBatch],
+    group: dist.ProcessGroup | None,
+) -> DumpRequest:
+    """Everything of this rank that replay needs. Host sync: many; fault path only."""
+    state, special = _state(parts)
+    for micro_batch in window:
+        micro_batch.scaler = parts.scaler.state() if parts.scaler is not None else None
+    return DumpRequest(
+        report=report,
+        rank=parts.peers.rank,
+        world_size=parts.peers.world_size,
+        group=group,
+        config=parts.config,
+        wrapper=parts.wrapper.describe(),
+        state=state,
+        shapes=_shapes(parts, state),
+        aliases=_aliases(parts),
+        plain_state=plain_state(parts),
+        special=special,
+        shard_index=parts.wrapper.shard_index,
+        num_shards=parts.wrapper.num_shards,
+        replica_index=parts.wrapper.replica_index,
+        evidence=_evidence(parts, view, report),
+        window=window,
+        buffers=_buffers(parts),
+        history=_history(parts, view, report),
+        recipe=parts.recipe,
+        damaged={f"model.{name}" for name in view.damage.names()},
+        run_id=run_id(),
+        run={"argv": sys.argv, "run_id": run_id(), "recipe_directory": parts.recipe_directory},
+    )
+
+
+def run_id() -> str:
+    """The same on all ranks of a run and no other, as far as the launcher tells."""
+    given = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return f"{given}-{os.environ.get('MASTER_ADDR', '')}-{os.environ.get('MASTER_PORT', '')}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
+
+
+def _state(parts: Parts) -> tuple[list[Piece], dict[str, Tensor]]:
+    pieces: list[Piece] = []
+    special: dict[str, Tensor] = {}
+    if parts.config.dump_weights:
+        for name, parameter in parts.wrapper.named_parameters():
+            _add(pieces, special, f"model.{name}", parameter, lambda n=name, p=parameter: parts.wrapper.pieces("model.", n, p, p))
+    if parts.config.dump_optimizer:
+        for index, optimizer in enumerate(parts.optimizers):
+            for name, parameter in parts.state.named_parameters_of(optimizer):
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, Tensor):
+                        _add_state(parts, pieces, special, f"optim.{index}.", name, f".{key}", parameter, value)
+    return pieces, special
+
+
+def _add_state(
+    parts: Parts,
+    pieces: list[Piece],
+    special: dict[str, Tensor],
+    prefix: str,
+    name: str,
+    suffix: str,
+    parameter: Tensor,
+    value: Tensor,
+) -> None:
+    def cut() -> list[Piece]:
+        if value.dim() == 0 and parts.wrapper.local(value).dim() == 0:
+            return [Piece.whole(f"{prefix}{name}{suffix}", parts.wrapper.local(value))]
+        return parts.wrapper.pieces(prefix, name, parameter, value, suffix)
+
+    _add(pieces, special, f"{prefix}{name}{suffix}", value, cut)
+
+
+def _add(pieces: list[Piece], special: dict[str, Tensor], name: str, tensor: Tensor, cut: Any) -> None:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        special[name] = tensor.detach()
+        return
+    try:
+        pieces += cut()
+    except ValueError:
+        special[name] = tensor.detach()  # no part of a parameter: this rank's own
+
+
+def _shapes(parts: Parts, state: list[Piece]) -> dict[str, Any]:
+    shapes = {piece.name: {"shape": list(piece.true_shape), "dtype": _dtype(piece.tensor.dtype)} for piece in state}
+    for name, (shape, dtype) in parts.wrapper.all_shapes().items():
+        shapes[f"model.{name}"] = {"shape": list(shape), "dtype": _dtype(dtype)}
+    return shapes
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _aliases(parts: Parts) -> dict[str, str]:
+    return {f"model.{alias}": f"model.{name}" for alias, name in parts.wrapper.aliases().items()}
+
+
+def plain_state(parts: Parts) -> dict[str, Any]:
+    """Everything of optimizers, scaler and registered objects that is no tensor of ``state/``."""
+    return {
+        "optimizers": [_plain_optimizer(parts, optimizer) for optimizer in parts.optimizers],
+        "scaler": parts.scaler.state() if parts.scaler is not None else None,
+        "registered": {
+            name: thing.state_dict()
+            for name, thing in parts.registered.items()
+            if hasattr(thing, "state_dict") and not isinstance(thing, torch.nn.Module)
+        },
+    }
+
+
+def _plain_optimizer(parts: Parts, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    names = {id(parameter): name for name, parameter in parts.state.named_parameters_of(optimizer)}
+    return {
+        "class": type(optimizer).__name__,
+        "groups": [
+            {**{k: v for k, v in group.items() if k != "params"}, "params": [names[id(p)] for p in group["params"]]}
+            for group in optimizer.param_groups
+        ],
+        "state": {
+            names[id(parameter)]: {k: v for k, v in values.items() if not isinstance(v, Tensor)}
+            for parameter, values in optimizer.state.items()
+            if id(parameter) in names
+        },
+    }
+
+
+def _buffers(parts: Parts) -> dict[str, Tensor]:
+    """All buffers as they were before the window; those that cannot have changed as they are."""
+    return {**dict(parts.wrapper.named_buffers()), **parts.window.buffers()}
+
+
+def _evidence(parts: Parts, view: LocalView, report: FaultReport) -> dict[str, Any]:
+    device = parts.peers.device
+    return {
+        "rank": parts.peers.rank,
+        "step": report.step,
+        "sites": [site.to_dict() for site in report.sites if site.rank == parts.peers.rank],
+        "damaged": view.damage.names(),
+        "unchecked": unchecked(parts),
+        "host": socket.gethostname(),
+        "device": _device_text(device),
+        "dtypes": {name: _dtype(parameter.dtype) for name, parameter in parts.wrapper.named_parameters()},
+        "scaler": json_safe(parts.scaler.state()) if parts.scaler is not None else None,
+    }
+
+
+def _device_text(device: torch.device) -> dict[str, Any]:
+    if device.type != "cuda":
+        return {"type": device.type}
+    properties = torch.cuda.get_device_properties(device)
+    return {"type": "cuda", "index": device.index, "name": properties.name, "uuid": str(properties.uuid)}
+
+
+def _history(parts: Parts, view: LocalView, report: FaultReport) -> dict[str, np.ndarray[Any, Any]]:
+    """Slots of the last steps and of this one as ``step.<n>.labels`` (text) and ``step.<n>.values`` (min, max), with loss and gradient norm."""
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    steps = [(past.step, past.readings()) for past in parts.board.past()]
+    for step, readings in steps:
+        _add_slots(arrays, f"step.{step}", readings)
+    _add_slots(arrays, "fault", view.readings)
+    arrays["steps"] = np.array([step for step, _ in steps], dtype=np.int64)
+    arrays["loss"] = np.array([_loss(readings) for _, readings in steps], dtype=np.float64)
+    arrays["gradient_max"] = np.array([_gradient_max(readings) for _, readings in steps], dtype=np.float64)
+    return arrays
+
+
+def _add_slots(arrays: dict[str, np.ndarray[Any, Any]], prefix: str, readings: list[Reading]) -> None:
+    slots = labelled_slots(readings)
+    arrays[f"{prefix}.labels"] = np.array([label for label, _, _ in slots], dtype=np.str_)
+    arrays[f"{prefix}.values"] = np.array([(low, high) for _, low, high in slots], dtype=np.float64).reshape(-1, 2)
+
+
+def _loss(readings: list[Reading]) -> float:
+    losses = [reading.maximum for reading in readings if isinstance(reading.note, LossNote)]
+    return losses[-1] if losses else float("nan")
+
+
+def _gradient_max(readings: list[Reading]) -> float:
+    values = list(_gradient_values(readings))
+    return max(values) if values else float("nan")
+
+
+def _gradient_values(readings: list[Reading]) -> Iterator[float]:
+    for reading in readings:
+        if reading.region is Region.GRADIENT and isinstance(reading.note, GradientNote):
+            yield max(abs(reading.minimum), abs(reading.maximum))

@@ -1,0 +1,1 @@
+"""Replay of a dumped step: on as many ranks as before, or the culprit alone in one process."""

@@ -1,0 +1,145 @@
+"""Random states of one rank, as bytes and plain numbers: taken before a micro-batch, put back before its replay."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Generators = Mapping[str, Any]
+"""Registered generators by name: `torch.Generator`, `numpy.random.Generator` or `random.Random`."""
+
+
+@dataclass
+class RandomState:
+    """The random streams of one rank at one moment.
+
+    Attributes:
+        python: what ``random.getstate()`` returned.
+        numpy: what ``numpy.random.get_state(legacy=False)`` returned: plain numbers and one integer array.
+        torch: state of torch's CPU generator, uint8, on the CPU.
+        device: state of the current accelerator's default generator, uint8, on the CPU; None without one.
+        device_type: ``cuda``, ``xpu``, ...; None without an accelerator.
+        generators: state of each registered generator: a uint8 CPU tensor, or plain numbers.
+    """
+
+    python: tuple[Any, ...]
+    numpy: dict[str, Any]
+    torch: Tensor
+    device: Tensor | None = None
+    device_type: str | None = None
+    generators: dict[str, Any] = field(default_factory=dict)
+
+
+def capture(device: torch.device | None = None, generators: Generators | None = None) -> RandomState:
+    """The present random states.
+
+    Args:
+        device: the rank's device; None or a CPU: no accelerator stream is taken.
+        generators: further generators by name.
+
+    Host sync: none beyond what torch itself needs to read a generator.
+    """
+    accelerated = device is not None and device.type not in ("cpu", "meta")
+    return RandomState(
+        python=random.getstate(),
+        numpy=dict(np.random.get_state(legacy=False)),
+        torch=torch.get_rng_state(),
+        device=_device_state(device) if device is not None and accelerated else None,
+        device_type=device.type if device is not None and accelerated else None,
+        generators={name: _generator_state(generator) for name, generator in (generators or {}).items()},
+    )
+
+
+def restore(state: RandomState, generators: Generators | None = None, device: torch.device | None = None) -> list[str]:
+    """Puts random states back.
+
+    Args:
+        state: what `capture` returned, here or in another process.
+        generators: the present generators under the names they were registered with.
+        device: the present device; its stream is restored if it is of the recorded type.
+
+    Returns:
+        The streams that could not be restored, each as ``name: reason``; empty when all were.
+    """
+    streams: dict[str, Callable[[], None]] = {
+        "python": lambda: random.setstate(_python_state(state.python)),
+        "numpy": lambda: np.random.set_state(state.numpy),
+        "torch": lambda: torch.set_rng_state(_cpu_bytes(state.torch)),
+    }
+    if state.device is not None:
+        streams[state.device_type or "device"] = lambda: _restore_device(state, device)
+    for name, saved in state.generators.items():
+        streams[f"generator {name}"] = lambda name=name, saved=saved: _restore_generator(  # type: ignore[misc]
+            (generators or {}).get(name), saved
+        )
+    return [f"{name}: {reason}" for name, stream in streams.items() if (reason := _failure_of(stream))]
+
+
+def _failure_of(stream: Callable[[], None]) -> str | None:
+    try:
+        stream()
+    except Exception as error:  # every generator kind raises its own types; the caller reports them all
+        return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return None
+
+
+def _device_state(device: torch.device) -> torch.Tensor:
+    module = torch.get_device_module(device)
+    # MPS has one device and takes no argument.
+    state = module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
+    return _cpu_bytes(state)
+
+
+def _restore_device(state: RandomState, device: torch.device | None) -> None:
+    if device is None or device.type != state.device_type:
+        present = "no accelerator" if device is None else f"device {device}"
+        raise ValueError(f"recorded on {state.device_type}, replayed on {present}")
+    assert state.device is not None
+    module = torch.get_device_module(device)
+    arguments = () if device.type == "mps" else (device,)
+    module.set_rng_state(_cpu_bytes(state.device), *arguments)
+
+
+def _generator_state(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return _cpu_bytes(generator.get_state())
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, np.random.RandomState):
+        return dict(generator.get_state(legacy=False))
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    raise ValueError(
+        f"a generator of type {type(generator).__name__} cannot be recorded; "
+        "give a torch.Generator, numpy.random.Generator or random.Random"
+    )
+
+
+def _restore_generator(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(_cpu_bytes(state))
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(_python_state(state))
+    else:
+        raise ValueError("no generator of this name is registered")
+
+
+def _python_state(state: Any) -> tuple[Any, ...]:
+    """``random.setstate`` insists on tuples."""
+    version, key, gauss = state
+    return version, tuple(key), gauss
+
+
+def _cpu_bytes(state: torch.Tensor) -> torch.Tensor:
+    """Generators refuse anything but uint8 on the CPU."""
+    return state.to(device="cpu", dtype=torch.uint8)

@@ -1,0 +1,110 @@
+"""GradScaler: the verdict on entry to ``scaler.step``, and a scaler that stays legal after a skipped step.
+
+[Note: skipping under a scaler]
+``scaler.step`` may never call ``optimizer.step``, so the verdict cannot wait for it. After a skip the scaler must believe that it has
+unscaled and stepped, without an inf found, or its ``update`` raises; the growth tracker goes back by one so that ``update`` leaves scale and
+tracker as they were.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler, OptState
+
+BeforeStep = Callable[[torch.optim.Optimizer], bool]
+"""Called on entry to ``scaler.step``; False: the step is to be skipped."""
+
+
+class WatchedScaler:
+    """A scaler whose ``step`` asks first. `close` puts its own ``step`` back."""
+
+    def __init__(self, scaler: GradScaler, before_step: BeforeStep) -> None:
+        self.scaler = scaler
+        self.is_inside = False
+        self._skipped_since_update = False
+        self._before_step: BeforeStep | None = before_step
+        scaler.step = _Step(self)  # type: ignore[method-assign]  # on the instance, as documented
+
+    def close(self) -> None:
+        """The scaler as it was."""
+        self._before_step = None
+        self.scaler.__dict__.pop("step", None)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """``scaler.step`` with the verdict before it."""
+        if self._before_step is not None and not self._before_step(optimizer):
+            self._mark_stepped(optimizer)
+            return None
+        self.is_inside = True
+        try:
+            return type(self.scaler).step(self.scaler, optimizer, *args, **kwargs)
+        finally:
+            self.is_inside = False
+
+    def scale(self) -> Tensor | None:
+        """The scale on its device, float32, shape (); None before the first ``scaler.scale``."""
+        scale: Tensor | None = self.scaler._scale
+        return scale
+
+    def state(self) -> dict[str, Any]:
+        """Scale and growth tracker as plain numbers. Host sync: two; fault path only."""
+        return dict(self.scaler.state_dict())
+
+    def new_window(self) -> None:
+        """The next skip is a new one."""
+        self._skipped_since_update = False
+
+    def _mark_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        state = self.scaler._per_optimizer_states[id(optimizer)]
+        scale = self.scaler._scale
+        if scale is not None:
+            state["found_inf_per_device"] = {scale.device: torch.zeros((), dtype=torch.float32, device=scale.device)}
+        state["stage"] = OptState.STEPPED
+        if not self._skipped_since_update and self.scaler._growth_tracker is not None:
+            self.scaler._growth_tracker -= 1  # update() counts this step as a good one
+        self._skipped_since_update = True
+
+
+class _Step:
+    """Stands in for ``scaler.step``; in a copy or a pickle the scaler has its own ``step`` again."""
+
+    def __init__(self, watched: WatchedScaler) -> None:
+        self._watched = watched
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return self._watched.step(optimizer, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _own_step, (self._watched.scaler,)
+
+
+def _own_step(scaler: GradScaler) -> Any:
+    return types.MethodType(type(scaler).step, scaler)
+
+
+def require_fitting_scaler(scaler: object, wrapper_kind: str) -> GradScaler | None:
+    """The scaler to watch; None where there is none or it is disabled.
+
+    Raises:
+        ValueError: no GradScaler, or a plain one with FSDP1, whose ranks would then skip apart.
+    """
+    if scaler is None:
+        return None
+    if not isinstance(scaler, GradScaler):
+        raise ValueError(f"option scaler={type(scaler).__name__} is no GradScaler; give a torch.amp.GradScaler or None")
+    if not scaler.is_enabled():
+        return None
+    if wrapper_kind == "fsdp1":
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+        if not isinstance(scaler, ShardedGradScaler):
+            raise ValueError(
+                f"option scaler={type(scaler).__name__} with FSDP lets ranks skip apart, since each sees its own shard; "
+                "give torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
+            )
+    return scaler

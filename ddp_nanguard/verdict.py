@@ -1,0 +1,317 @@
+"""The one collective of a clean step, and the fault round.
+
+[Note: severity]
+Each rank turns its slots into one integer on the device; the verdict is the MAX over ranks. Integers, because NaN is lost in a MAX over floats
+(and which rank holds it decides whether). Only when the verdict is not clean do ranks talk about details, on a CPU group of its own with
+a timeout of its own, so that neither a watchdog of the training group nor a dead peer takes the evidence along.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import json
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .blame import RankedSite
+from .board import Board, Region
+from .site import MAX_RANKS_LISTED, MAX_SITES, Phase, Site
+
+_NO_KEY = (1 << 63) - 1
+_SITE_BYTES = 1024
+_NAME_BYTES = 256
+_OPTION_BYTES = 8192
+
+
+class Severity(enum.IntEnum):
+    """What a rank says about the step; the largest over ranks is the verdict."""
+
+    CLEAN = 0
+    NORM = 1
+    """The gradient norm exceeds ``grad_norm_warn``, or would overflow float32."""
+    OVERFLOW = 2
+    """Non-finite scaled gradients, which the scaler is going to skip."""
+    LOSS = 3
+    """A non-finite loss, nothing else."""
+    FAULT = 4
+
+
+@dataclass(frozen=True)
+class LocalFault:
+    """What one rank brings to the fault round."""
+
+    sites: list[RankedSite]
+    damaged: list[str]
+    holds_reduced: bool
+
+
+@dataclass(frozen=True)
+class SharedFault:
+    """What all ranks know after the fault round."""
+
+    sites: tuple[Site, ...]
+    damaged: tuple[str, ...]
+    holders: tuple[int, ...]
+    affected: tuple[int, ...]
+    num_affected: int
+
+
+class Peers:
+    """The ranks that step together.
+
+    Without an initialised process group there is one rank and no communication at all.
+
+    Collective: construction creates a gloo group over ``group``; every rank of it must construct.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout_s: float, device: torch.device) -> None:
+        self.connected = dist.is_available() and dist.is_initialized()
+        self.timeout_s = timeout_s
+        self.group = group
+        self.rank = dist.get_rank() if self.connected else 0
+        self.world_size = dist.get_world_size(group) if self.connected else 1
+        self.ranks = dist.get_process_group_ranks(group or dist.group.WORLD) if self.connected else [0]
+        self.device = _verdict_device(group, device) if self.connected else device
+        self.lost = False
+        self.fault_group: dist.ProcessGroup | None = None
+        if self.connected:
+            self.fault_group = dist.new_group(self.ranks, backend="gloo", use_local_synchronization=True)
+
+    @property
+    def index(self) -> int:
+        """Position of this rank among those that step together."""
+        return self.ranks.index(self.rank)
+
+    def bound_waiting(self) -> None:
+        """From now on waiting for peers on the fault group ends after ``timeout_s``."""
+        if self.fault_group is not None:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout_s), self.fault_group)
+
+    def verdict(self, severity: Tensor) -> Severity:
+        """The largest severity over all ranks.
+
+        Args:
+            severity: int64, shape (), on any device.
+
+        Collective: one MAX all-reduce of 16 bytes over ``group``; every rank must call it. Host sync: one read.
+        """
+        if not self.connected:
+            return Severity(int(severity))
+        words = torch.stack((severity, torch.zeros_like(severity))).to(self.device)
+        dist.all_reduce(words, op=dist.ReduceOp.MAX, group=self.group)
+        return Severity(int(words[0]))
+
+    def alone(self) -> Peers:
+        """The same rank without any peer, for the view of a rank whose peers do not answer."""
+        lone = copy.copy(self)
+        lone.fault_group = None
+        return lone
+
+    # -- the fault round -------------------------------------------------------------------------------------------------
+
+    def any_of(self, *flags: bool) -> list[bool]:
+        """Each flag OR-ed over all ranks. Collective: one MAX all-reduce on the fault group."""
+        if self.fault_group is None:
+            return list(flags)
+        words = torch.tensor(flags, dtype=torch.int64)
+        dist.all_reduce(words, op=dist.ReduceOp.MAX, group=self.fault_group)
+        return [bool(word) for word in words.tolist()]
+
+    def share(self, fault: LocalFault, step: int) -> SharedFault:
+        """Find the earliest sites over all ranks.
+
+        Collective: at most `MAX_SITES` MIN all-reduces of 8 bytes and one SUM all-reduce of the details for sites, the same for names, and one
+        all-reduce of two bytes per rank, all on the fault group. Nothing is gathered.
+        """
+        keyed = [(ranked.key(self.index, step), ranked.site) for ranked in fault.sites[:MAX_SITES]]
+        sites = [_site_from(text) for text in self._earliest([(k, _site_text(s)) for k, s in keyed], _SITE_BYTES)]
+        names = [(order << 20 | self.index, name) for order, name in enumerate(fault.damaged[:MAX_SITES])]
+        damaged = self._earliest(names, _NAME_BYTES)
+        holders, affected = self._ranks_where(fault.holds_reduced, any(not ranked.weak for ranked in fault.sites))
+        return SharedFault(
+            sites=tuple(site for site in sites if site is not None),
+            damaged=tuple(dict.fromkeys(damaged)),
+            holders=tuple(holders[:MAX_RANKS_LISTED]),
+            affected=tuple(affected[:MAX_RANKS_LISTED]),
+            num_affected=len(affected),
+        )
+
+    def _earliest(self, mine: list[tuple[int, str]], row_bytes: int) -> list[str]:
+        """The texts of the smallest keys over all ranks, each once, in order of their keys."""
+        waiting = sorted(mine)
+        owned: list[str | None] = []
+        while len(owned) < MAX_SITES:
+            head = waiting[0][0] if waiting else _NO_KEY
+            smallest = self._min(head)
+            if smallest == _NO_KEY:
+                break
+            owned.append(waiting.pop(0)[1] if head == smallest else None)
+        rows = torch.zeros(len(owned), row_bytes, dtype=torch.uint8)
+        for row, text in zip(rows, owned, strict=True):
+            if text is not None:
+                encoded = text.encode()[:row_bytes]
+                row[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        if self.fault_group is not None and owned:
+            dist.all_reduce(rows, group=self.fault_group)
+        return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
+
+    def _min(self, value: int) -> int:
+        word = torch.tensor([value], dtype=torch.int64)
+        if self.fault_group is not None:
+            dist.all_reduce(word, op=dist.ReduceOp.MIN, group=self.fault_group)
+        return int(word)
+
+    def _ranks_where(self, *flags: bool) -> list[list[int]]:
+        marks = torch.zeros(len(flags), self.world_size, dtype=torch.uint8)
+        marks[:, self.index] = torch.tensor(flags, dtype=torch.uint8)
+        if self.fault_group is not None:
+            dist.all_reduce(marks, group=self.fault_group)
+        return [[self.ranks[index] for index in row.nonzero().flatten().tolist()] for row in marks]
+
+    # -- at construction, and at the end -------------------------------------------------------------------------------------
+
+    def require_no_problem(self, problem: str | None) -> None:
+        """What does not fit on one rank stops the construction on all.
+
+        Raises:
+            ValueError: on every rank, with the text of the first rank that has a problem.
+
+        Collective: one MIN all-reduce, and one SUM all-reduce of 8 KiB if there is a problem, on the fault group.
+        """
+        culprit = self._min(self.index if problem is not None else _NO_KEY)
+        if culprit == _NO_KEY:
+            return
+        text = self._text_of(culprit == self.index, problem or "")
+        raise ValueError(text if self.world_size == 1 else f"rank {self.ranks[culprit]}: {text}")
+
+    def require_equal_options(self, options: dict[str, object]) -> None:
+        """Every rank must have the same options.
+
+        Raises:
+            ValueError: on every rank, naming the option, the first rank that differs and both values.
+
+        Collective: one broadcast, one MIN all-reduce and one SUM all-reduce of at most 8 KiB on the fault group.
+        """
+        if self.fault_group is None:
+            return
+        first = json.loads(self._text_of(self.index == 0, json.dumps(options, sort_keys=True)))
+        difference = _first_difference(first, json.loads(json.dumps(options, sort_keys=True)))
+        culprit = self._min(self.index if difference else _NO_KEY)
+        if culprit == _NO_KEY:
+            return
+        text = self._text_of(self.index == culprit, difference or "")
+        raise ValueError(f"ranks disagree about an option: rank {self.ranks[0]} and rank {self.ranks[culprit]}: {text}")
+
+    def _text_of(self, is_mine: bool, text: str) -> str:
+        row = torch.zeros(_OPTION_BYTES, dtype=torch.uint8)
+        if is_mine:
+            encoded = text.encode()[:_OPTION_BYTES]
+            row[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        if self.fault_group is not None:
+            dist.all_reduce(row, group=self.fault_group)
+        return bytes(row.tolist()).rstrip(b"\0").decode()
+
+    def meet(self) -> bool:
+        """Wait for all peers, at most ``timeout_s``; whether they came. Collective: one all-reduce on the fault group."""
+        if self.fault_group is None:
+            return True
+        try:
+            self._min(0)
+        except RuntimeError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Give the fault group up."""
+        if self.fault_group is not None and dist.is_initialized():
+            dist.destroy_process_group(self.fault_group)
+        self.fault_group = None
+
+
+def _verdict_device(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
+    """A device that the group's backend can reduce: the model's where possible, else the CPU."""
+    backend = str(dist.get_backend(group))
+    takes_cpu = any(name in backend for name in ("gloo", "mpi", "fake", "ucc"))
+    if device.type == "cpu" and not takes_cpu:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if backend in ("gloo", "mpi") else device
+
+
+def _first_difference(first: dict[str, object], mine: dict[str, object]) -> str | None:
+    for name in sorted(first.keys() | mine.keys()):
+        if first.get(name) != mine.get(name):
+            return f"{name}={first.get(name)!r} against {name}={mine.get(name)!r}; give every rank the same value"
+    return None
+
+
+def _site_text(site: Site) -> str:
+    text = json.dumps(site.to_dict())
+    if len(text.encode()) > _SITE_BYTES:
+        text = json.dumps(replace(site, evidence=None, slot=site.slot[-200:]).to_dict())
+    return text
+
+
+def _site_from(text: str) -> Site | None:
+    try:
+        return Site.from_dict(json.loads(text))
+    except (ValueError, KeyError):
+        return None
+
+
+# -- severity ------------------------------------------------------------------------------------------------------------------
+
+
+class Severities:
+    """Turns the slots of a board into this rank's severity, on the device, without a host read."""
+
+    def __init__(self, board: Board, device: torch.device, has_scaler: bool) -> None:
+        self._board = board
+        self._device = device
+        self._has_scaler = has_scaler
+        regions = {Region.LOSS, Region.GRADIENT, Region.STATE, Region.BUFFER}
+        self._regions = frozenset(regions | ({Region.OUTPUT} if has_scaler else set()))
+        self._levels: dict[tuple[Region, ...], Tensor] = {}
+
+    def severity(self, at_least: Severity) -> Tensor:
+        """int64, shape ().
+
+        Args:
+            at_least: what the host knows already, such as a NaN learning rate.
+        """
+        regions, rows = self._board.extremes(self._regions, self._device)
+        floor = torch.full((), int(at_least), dtype=torch.int64, device=self._device)
+        if not rows:
+            return floor
+        bad = (torch.stack(rows).abs() < torch.inf).all(dim=1).logical_not()
+        severity = torch.maximum((bad * self._level(tuple(regions))).amax(), floor)
+        if self._has_scaler:
+            severity = torch.maximum(severity, self._bad_forward(regions, bad) * int(Severity.FAULT))
+        return severity
+
+    def _level(self, regions: tuple[Region, ...]) -> Tensor:
+        levels = self._levels.get(regions)
+        if levels is None:
+            by_region = {
+                Region.LOSS: Severity.FAULT if self._has_scaler else Severity.LOSS,
+                Region.GRADIENT: Severity.OVERFLOW if self._has_scaler else Severity.FAULT,
+                Region.OUTPUT: Severity.CLEAN,
+            }
+            values = [int(by_region.get(region, Severity.FAULT)) for region in regions]
+            levels = self._levels[regions] = torch.tensor(values, dtype=torch.int64, device=self._device)
+        return levels
+
+    def _bad_forward(self, regions: list[Region], bad: Tensor) -> Tensor:
+        """A gradient is bad and so is the root's output: no scale can heal that."""
+        outputs = [bad[i] for i, region in enumerate(regions) if region is Region.OUTPUT]
+        gradients = [bad[i] for i, region in enumerate(regions) if region is Region.GRADIENT]
+        if not outputs or not gradients:
+            return torch.zeros((), dtype=torch.int64, device=self._device)
+        return (torch.stack(outputs).any() & torch.stack(gradients).any()).to(torch.int64)
+
+
+PHASES_WITHOUT_MICRO_BATCH = frozenset({Phase.STATE, Phase.REDUCE, Phase.OPTIMIZER})

@@ -1,0 +1,203 @@
+"""The window: what one optimizer step needs to run again, and what a skipped one must put back."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from . import rng
+from .rng import RandomState
+from .scan import named_tensors_in, path_text
+
+
+@dataclass
+class MicroBatch:
+    """One item of the loader, as the step saw it.
+
+    Attributes:
+        index: position in the window, from 0.
+        batch: the item; without ``guard.steps`` the root's ``{"args": ..., "kwargs": ...}``.
+        random_state: random states after the loader produced the item, before the forward.
+        losses: watched losses by name, detached, of any shape.
+        modified: paths of batch tensors that the step changed in place.
+        scaler: the scaler's state, or None.
+    """
+
+    index: int
+    batch: Any
+    random_state: RandomState
+    losses: dict[str, Tensor] = field(default_factory=dict)
+    modified: list[str] = field(default_factory=list)
+    scaler: dict[str, Any] | None = None
+
+
+class Window:
+    """The micro-batches of the step now running, and the buffers from before it.
+
+    Memory: references to the batches (copies with ``copy_batch`` or where ``hold="host"`` moves them off the device) and one copy of the
+    floating buffers and counters.
+    """
+
+    def __init__(self, device: torch.device, copy_batch: bool, hold: Literal["device", "host"]) -> None:
+        self.micro_batches: list[MicroBatch] = []
+        self.generators: dict[str, Any] = {}
+        self._device = device
+        self._keep_tensor = _to_host if hold == "host" else (_clone if copy_batch else _same)
+        self._versions: list[list[tuple[str, Tensor, int]]] = []
+        self._buffers: dict[str, Tensor] = {}
+        self._has_buffers = False
+
+    def begin_micro_batch(self, batch: Any) -> MicroBatch:
+        """Keep a batch and the random states. Host sync: none (``hold="host"`` copies without waiting)."""
+        kept = copy_containers(batch, self._keep_tensor)
+        micro_batch = MicroBatch(len(self.micro_batches), kept, rng.capture(self._device, self.generators))
+        self.micro_batches.append(micro_batch)
+        self._versions.append([(path_text(path), t, _version(t)) for path, t in named_tensors_in(kept)])
+        return micro_batch
+
+    def keep_buffers(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy the buffers before the model changes them; once per window."""
+        if self._has_buffers:
+            return
+        self._has_buffers = True
+        sources = {name: buffer.detach() for name, buffer in named if _can_change(buffer)}
+        if not _fits(self._buffers, sources):
+            self._buffers = {name: torch.empty_like(source) for name, source in sources.items()}
+        if sources:
+            torch._foreach_copy_(list(self._buffers.values()), list(sources.values()))
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers from before the window, empty where no forward has run."""
+        return self._buffers if self._has_buffers else {}
+
+    @torch.no_grad()
+    def restore_buffers(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Put the buffers back."""
+        self.put_buffers(named, self.buffers())
+
+    @torch.no_grad()
+    def put_buffers(self, named: Iterable[tuple[str, Tensor]], saved: dict[str, Tensor]) -> None:
+        """Write saved buffers into the model's."""
+        for name, buffer in named:
+            if name in saved:
+                buffer.copy_(saved[name])
+
+    def note_modified(self) -> None:
+        """Record which batch tensors the step changed in place."""
+        for micro_batch, versions in zip(self.micro_batches, self._versions, strict=True):
+            micro_batch.modified = [path for path, tensor, version in versions if _version(tensor) != version]
+
+    def clear(self) -> None:
+        """Forget the window; the storage of the buffers' copy stays."""
+        self.micro_batches = []
+        self._versions = []
+        self._has_buffers = False
+
+
+class Previous:
+    """A copy of weights, optimizer state and window from before the last update (``keep_previous``).
+
+    Memory: as much as the parameters and the optimizer state of this rank, and one more window.
+    """
+
+    def __init__(self) -> None:
+        self.step = -1
+        self.window: list[MicroBatch] = []
+        self.buffers: dict[str, Tensor] = {}
+        self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
+        self._plain: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._state: list[tuple[torch.optim.Optimizer, dict[Any, dict[str, Any]]]] = []
+
+    @torch.no_grad()
+    def keep(
+        self,
+        step: int,
+        window: Window,
+        tensors: Iterable[Tensor],
+        optimizers: list[torch.optim.Optimizer],
+    ) -> None:
+        """Copy everything that the coming update can change. Host sync: none."""
+        self.step = step
+        self.window = window.micro_batches
+        self.buffers = {name: buffer.clone() for name, buffer in window.buffers().items()}
+        self._tensors = {id(tensor): (tensor, tensor.detach().clone()) for tensor in tensors}
+        self._state = [(optimizer, _cloned_state(optimizer)) for optimizer in optimizers]
+        self._plain = [(g, {k: v for k, v in g.items() if k != "params"}) for o in optimizers for g in o.param_groups]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put weights and optimizer state back to where they were before the update."""
+        for tensor, saved in self._tensors.values():
+            tensor.detach().copy_(saved)
+        for optimizer, state in self._state:
+            optimizer.state.clear()
+            optimizer.state.update({parameter: dict(values) for parameter, values in state.items()})
+        for group, plain in self._plain:
+            group.update(plain)
+
+
+def _cloned_state(optimizer: torch.optim.Optimizer) -> dict[Any, dict[str, Any]]:
+    return {
+        parameter: {k: v.detach().clone() if isinstance(v, Tensor) else copy.copy(v) for k, v in values.items()}
+        for parameter, values in optimizer.state.items()
+    }
+
+
+def copy_containers(value: Any, keep: Callable[[Tensor], Tensor]) -> Any:
+    """``value`` with its containers copied and its tensors passed through ``keep``; what is no container stays as it is."""
+    if isinstance(value, Tensor):
+        return keep(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(copy_containers(item, keep) for item in value))
+    if type(value) in (list, tuple):
+        return type(value)(copy_containers(item, keep) for item in value)
+    if type(value) is dict:
+        return {key: copy_containers(item, keep) for key, item in value.items()}
+    if isinstance(value, Mapping) and hasattr(value, "copy") and hasattr(value, "__setitem__"):
+        copied = copy.copy(value)
+        for key, item in value.items():
+            copied[key] = copy_containers(item, keep)  # type: ignore[index]  # it has __setitem__
+        return copied
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        copied = copy.copy(value)
+        for spec in dataclasses.fields(value):
+            if hasattr(value, spec.name):
+                object.__setattr__(copied, spec.name, copy_containers(getattr(value, spec.name), keep))
+        return copied
+    return value
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    if tensor.device.type == "cpu":
+        return tensor
+    held = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return held.copy_(tensor.detach(), non_blocking=True)
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _can_change(buffer: Tensor) -> bool:
+    return buffer.is_floating_point() or buffer.is_complex() or buffer.numel() == 1
+
+
+def _fits(copies: dict[str, Tensor], sources: dict[str, Tensor]) -> bool:
+    return copies.keys() == sources.keys() and all(
+        copies[name].shape == source.shape and copies[name].dtype == source.dtype and copies[name].device == source.device
+        for name, source in sources.items()
+    )

@@ -1,0 +1,107 @@
+"""What differs between a plain module, DDP, FSDP1 and FSDP2, behind one interface.
+
+Read `base` first, then the file of the wrapper you use.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from . import ddp, fsdp1, fsdp2, plain
+from .base import GradientWatch, Hook, OnGradient, Wrapper, inner_of, paths
+
+__all__ = ["GradientWatch", "Hook", "OnGradient", "Wrapper", "wrap_like", "wrapper_of"]
+
+_WRAP = {"plain": plain.wrap, "ddp": ddp.wrap, "fsdp1": fsdp1.wrap, "fsdp2": fsdp2.wrap}
+
+
+def wrapper_of(model: nn.Module) -> Wrapper:
+    """The wrapper of what the training loop calls.
+
+    Raises:
+        ValueError: ``model`` is no module, or is wrapped in a way that cannot be watched, with the remedy.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is a {type(model).__name__}; give the torch.nn.Module that the training loop calls")
+    found = {
+        cls: _where(model, cls)
+        for cls in (nn.DataParallel, DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
+    }
+    _refuse_data_parallel(found[nn.DataParallel])
+    _refuse_mixtures(found)
+    if found[FullyShardedDataParallel] is not None:
+        return fsdp1.FSDP1Wrapper(model)
+    if found[FSDPModule] is not None:
+        return fsdp2.FSDP2Wrapper(model)
+    if found[DistributedDataParallel] is None:
+        return plain.PlainWrapper(model)
+    _refuse_inner_ddp(model, found[DistributedDataParallel])
+    return ddp.DDPWrapper(model)
+
+
+def wrap_like(
+    module: nn.Module, description: dict[str, Any], *, group: ProcessGroup | None = None, mesh: DeviceMesh | None = None
+) -> nn.Module:
+    """Wrap a plain module as `Wrapper.describe` recorded it, over ``mesh``, ``group`` or the whole present world.
+
+    Without a process group, one of this process alone is made and left as the default group. A mesh of another size
+    than the recorded one keeps the kind, the wrapped modules and the precision.
+
+    Collective: those of the wrapper's constructor; every rank of the world calls it.
+    """
+    if description["kind"] not in _WRAP:
+        raise ValueError(f"wrapper kind {description['kind']!r} is unknown; valid: {', '.join(_WRAP)}")
+    if description["kind"] != "plain" and not dist.is_initialized():
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    return _WRAP[description["kind"]](module, description, group, mesh)
+
+
+def _where(model: nn.Module, cls: type) -> str | None:
+    """Clean name of the first module of a class, or None."""
+    return next((name for name, module in paths(model) if isinstance(module, cls)), None)
+
+
+def _refuse_data_parallel(where: str | None) -> None:
+    if where is not None:
+        raise ValueError(
+            f"model holds nn.DataParallel at {_shown(where)}, which trains all devices from one process; "
+            "wrap the module in DistributedDataParallel and start one process per device with torchrun"
+        )
+
+
+def _refuse_mixtures(found: dict[Any, str | None]) -> None:
+    present = [(name, where) for cls, name in _NAMES.items() if (where := found[cls]) is not None]
+    if len(present) > 1:
+        (first, one), (second, two) = present[:2]
+        raise ValueError(
+            f"model mixes {first} (at {_shown(one)}) and {second} (at {_shown(two)}); use one for the whole model"
+        )
+
+
+_NAMES = {
+    DistributedDataParallel: "DistributedDataParallel",
+    FullyShardedDataParallel: "FullyShardedDataParallel",
+    FSDPModule: "fully_shard",
+}
+
+
+def _refuse_inner_ddp(model: nn.Module, where: str | None) -> None:
+    inner: nn.Module | None = model
+    while inner is not None and not isinstance(inner, DistributedDataParallel):
+        inner = inner_of(inner)
+    if inner is None:
+        raise ValueError(
+            f"model holds DistributedDataParallel below its root, at {_shown(where or '')}; give the DDP module itself"
+        )
+
+
+def _shown(name: str) -> str:
+    return name or "(root)"

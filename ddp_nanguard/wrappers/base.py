@@ -1,0 +1,355 @@
+"""`Wrapper`: what the guard asks of a model, whatever it is wrapped in. No communication happens here.
+
+[Note: clean names] Shells (DDP, FSDP1, checkpoint and offload wrappers, compiled modules) hold exactly one module and
+have no name of their own: a clean name is the path in the unwrapped module, and the root is "".
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from ddp_nanguard.pieces import Piece
+
+OnGradient = Callable[[str, torch.Tensor], None]
+"""Called with the clean name of an original parameter and its rank-local gradient."""
+
+
+def inner_of(module: nn.Module) -> nn.Module | None:
+    """The module that a shell holds; None for a module that is no shell."""
+    inner = None
+    if isinstance(module, DistributedDataParallel):
+        inner = module.module
+    elif isinstance(module, FullyShardedDataParallel):
+        inner = module._fsdp_wrapped_module
+    elif isinstance(module, ActivationWrapper):
+        inner = module._checkpoint_wrapped_module
+    elif is_compiled(module):
+        inner = module._orig_mod
+    assert inner is None or isinstance(inner, nn.Module)
+    return inner
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module`` is what ``torch.compile(module)`` returns."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # not loaded: nothing has been compiled, and it loads slowly
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside all shells around it."""
+    while (inner := inner_of(module)) is not None:
+        module = inner
+    return module
+
+
+def join(prefix: str, name: str) -> str:
+    """The dotted name of ``name`` within ``prefix``."""
+    return f"{prefix}.{name}" if prefix else name
+
+
+def paths(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Every path through the tree with its clean name, shells and repeated modules included, parents first."""
+    yield prefix, module
+    if (inner := inner_of(module)) is not None:
+        yield from paths(inner, prefix)
+        return
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from paths(child, join(prefix, name))
+
+
+def class_name(cls: type) -> str:
+    """The importable name of a class."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def dtype_name(dtype: torch.dtype | None) -> str | None:
+    """``torch.bfloat16`` as "bfloat16", for JSON."""
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: str | None) -> torch.dtype | None:
+    """The inverse of `dtype_name`."""
+    return None if name is None else getattr(torch, name)
+
+
+def ignore(*args: Any, **kwargs: Any) -> None:
+    """What a hook becomes in a copied or pickled model."""
+
+
+def _ignoring() -> Callable[..., None]:
+    return ignore
+
+
+class Hook:
+    """A hook that reports to ``target`` while that lives, and that is `ignore` in any copy of the model.
+
+    The target is held weakly: a hook hangs on the module or on its parameters, and a guard that watches the module
+    must not live, nor keep DDP alive, through it.
+    """
+
+    __slots__ = ("__weakref__", "target")
+
+    def __init__(self, target: object) -> None:
+        self.target: Callable[[], Any] = weakref.ref(target)
+
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+        return _ignoring, ()
+
+
+class LeafHook(Hook):
+    """Post-accumulate hook of one parameter."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, watch: GradientWatch, name: str) -> None:
+        super().__init__(watch)
+        self.name = name
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        """Report what has accumulated."""
+        watch = self.target()
+        if watch is not None and parameter.grad is not None:
+            watch.report(self.name, parameter.grad)
+
+
+class GradientWatch:
+    """Reports rank-local gradients while armed. The caller keeps it: hooks hold it weakly.
+
+    `arm` may be called again at any time: parameters that were replaced or unfrozen meanwhile are then hooked too.
+    """
+
+    def __init__(self, wrapper: Wrapper, on_gradient: OnGradient) -> None:
+        self._wrapper = wrapper
+        self._on_gradient: OnGradient | None = on_gradient
+        self._armed = False
+        self._leaves: dict[str, tuple[torch.Tensor, RemovableHandle]] = {}
+
+    def arm(self) -> None:
+        """Put the hooks on; does nothing to those that are on."""
+        if self._on_gradient is None:
+            return
+        self._armed = True
+        for name, parameter in self._wrapper.leaves():
+            self.hook_leaf(name, parameter)
+
+    def disarm(self) -> None:
+        """Take every hook off."""
+        self._armed = False
+        for _, handle in self._leaves.values():
+            handle.remove()
+        self._leaves.clear()
+
+    def remove(self) -> None:
+        """Take every hook off for good."""
+        self.disarm()
+        self._on_gradient = None
+
+    def report(self, name: str, gradient: torch.Tensor) -> None:
+        """Pass a gradient on, as the local tensor; called by the hooks."""
+        if self._armed and self._on_gradient is not None:
+            self._on_gradient(name, self._wrapper.local(gradient))
+
+    def hook_leaf(self, name: str, parameter: torch.Tensor) -> None:
+        """Hook ``parameter`` unless it is hooked already or takes no gradient."""
+        hooked = self._leaves.get(name)
+        if hooked is not None and hooked[0] is parameter:
+            return
+        if hooked is not None:
+            hooked[1].remove()
+            del self._leaves[name]
+        if parameter.requires_grad and not nn.parameter.is_lazy(parameter):
+            register: Callable[[Hook], RemovableHandle] = parameter.register_post_accumulate_grad_hook
+            handle = register(LeafHook(self, name))
+            self._leaves[name] = (parameter, handle)
+
+
+class Wrapper(ABC):
+    """What differs between a plain module, DDP, FSDP1 and FSDP2.
+
+    Attributes:
+        kind: ``plain``, ``ddp``, ``fsdp1`` or ``fsdp2``.
+        model: what the user calls.
+        root: the root module inside all shells.
+    """
+
+    kind: ClassVar[str]
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.root = unwrapped(model)
+
+    @property
+    def shard_index(self) -> int:
+        """Which shard this rank holds: ranks with the same index hold the same bytes."""
+        return 0
+
+    @property
+    def num_shards(self) -> int:
+        """Number of different shards."""
+        return 1
+
+    @property
+    def replica_index(self) -> int:
+        """Which copy of its shard this rank holds."""
+        return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+    def named_modules(self) -> list[tuple[str, nn.Module]]:
+        """Modules with clean names, parents first; shells are left out, each module is there once, the root is ""."""
+        return [(name, module) for name, module in self._unique_paths() if inner_of(module) is None]
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters as the optimizer holds them, with clean names; tied ones once."""
+        return self._tied_parameters()[0]
+
+    def named_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """Buffers with clean names, non-persistent ones too, those of the same memory once; read fresh at each call."""
+        return self._tied_buffers()[0]
+
+    def aliases(self) -> dict[str, str]:
+        """Further name -> kept name of tied parameters and buffers."""
+        return {**self._tied_parameters()[1], **self._tied_buffers()[1]}
+
+    def owner_of(self, parameter_name: str) -> str:
+        """Clean name of the module that owns a parameter or buffer."""
+        return parameter_name.rpartition(".")[0]
+
+    def watch_local_gradients(self, on_gradient: OnGradient) -> GradientWatch:
+        """Report each parameter's gradient within the backward, before any communication, in every micro-batch.
+
+        The result is armed; keep it, since hooks hold it weakly. Plain and DDP report what has accumulated in
+        ``.grad``, FSDP what this rank has accumulated since its last reduce or this backward's own gradient.
+        Host sync: none.
+        """
+        watch = GradientWatch(self, on_gradient)
+        watch.arm()
+        return watch
+
+    @abstractmethod
+    def will_reduce(self) -> bool:
+        """Whether the backward now running communicates gradients."""
+
+    def leaves(self) -> list[tuple[str, torch.Tensor]]:
+        """Parameters whose own ``.grad`` is rank-local when it has accumulated."""
+        return list(self.named_parameters())
+
+    def local(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The plain local tensor of a parameter, a gradient or an optimizer state tensor, without communication."""
+        if isinstance(tensor, DTensor):
+            with torch.no_grad():
+                return tensor.to_local()
+        return tensor.detach() if tensor.requires_grad else tensor
+
+    def pieces(
+        self, prefix: str, name: str, parameter: torch.Tensor, tensor: torch.Tensor, suffix: str = ""
+    ) -> list[Piece]:
+        """The pieces of ``tensor`` that this rank holds, named ``prefix + original parameter name + suffix``.
+
+        Args:
+            prefix: begins the name of each piece, such as ``optim.0.``.
+            name: name of the parameter in `named_parameters`.
+            parameter: that parameter.
+            tensor: the parameter, its gradient or an optimizer state tensor of the same (local) shape.
+            suffix: ends the name of each piece, such as ``.exp_avg``.
+
+        Raises:
+            ValueError: the shape of ``tensor`` does not tell which part of the parameter it belongs to.
+        """
+        full_name = f"{prefix}{name}{suffix}"
+        if isinstance(parameter, DTensor) or isinstance(tensor, DTensor):
+            return dtensor_pieces(full_name, parameter, tensor)
+        return [Piece.whole(full_name, tensor)] if tensor.numel() else []
+
+    def all_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """True shape and dtype of every original parameter, also of those that this rank holds nothing of."""
+        return {name: (tuple(parameter.shape), parameter.dtype) for name, parameter in self.named_parameters()}
+
+    def describe(self) -> dict[str, Any]:
+        """JSON-ready data from which ``wrap_like`` wraps an equal plain module again."""
+        return {
+            "kind": self.kind,
+            "model_class": class_name(type(self.model)),
+            "root_class": class_name(type(self.root)),
+            "compiled": any(is_compiled(module) for _, module in paths(self.model)),
+            "world_size": dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
+        }
+
+    def own_parameters(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        """Attribute names and parameters of ``module`` itself."""
+        return ((name, parameter) for name, parameter in module._parameters.items() if parameter is not None)
+
+    def _unique_paths(self) -> Iterator[tuple[str, nn.Module]]:
+        seen: set[nn.Module] = set()
+        for name, module in paths(self.model):
+            if module not in seen:
+                seen.add(module)
+                yield name, module
+
+    def _tied_parameters(self) -> tuple[list[tuple[str, nn.Parameter]], dict[str, str]]:
+        kept: dict[int, tuple[str, nn.Parameter]] = {}
+        aliases = {}
+        for prefix, module in paths(self.model):
+            for attribute, parameter in self.own_parameters(module):
+                name = join(prefix, attribute)
+                first, _ = kept.setdefault(id(parameter), (name, parameter))
+                if first != name:
+                    aliases[name] = first
+        return list(kept.values()), aliases
+
+    def _tied_buffers(self) -> tuple[list[tuple[str, torch.Tensor]], dict[str, str]]:
+        kept: dict[object, tuple[str, torch.Tensor]] = {}
+        aliases = {}
+        for prefix, module in paths(self.model):
+            for attribute, buffer in module._buffers.items():
+                if buffer is not None:
+                    name = join(prefix, attribute)
+                    first, _ = kept.setdefault(self._memory_of(buffer), (name, buffer))
+                    if first != name:
+                        aliases[name] = first
+        return list(kept.values()), aliases
+
+    def _memory_of(self, tensor: torch.Tensor) -> object:
+        """What two tensors share if and only if they are the same memory, read the same way."""
+        local = self.local(tensor)
+        if local.layout is not torch.strided or local.numel() == 0 or local.is_meta:
+            return id(tensor)
+        return local.data_ptr(), local.dtype, tuple(local.shape), tuple(local.stride())
+
+
+def dtensor_pieces(name: str, parameter: torch.Tensor, tensor: torch.Tensor) -> list[Piece]:
+    """The local part of a DTensor, or of a plain tensor that lies like the DTensor ``parameter``; none where empty."""
+    layout = tensor if isinstance(tensor, DTensor) else parameter
+    assert isinstance(layout, DTensor)
+    with torch.no_grad():
+        local, expected = (t.to_local() if isinstance(t, DTensor) else t for t in (tensor, layout))
+    if local.shape != expected.shape or any(isinstance(placement, Partial) for placement in layout.placements):
+        raise ValueError(
+            f"{name} has local shape {tuple(local.shape)}, its parameter {tuple(expected.shape)} with placements "
+            f"{layout.placements}: which part of the whole it is cannot be told; keep it as a tensor of this rank"
+        )
+    return dtensor_piece(name, layout, local)
+
+
+def dtensor_piece(name: str, layout: DTensor, local: torch.Tensor) -> list[Piece]:
+    """``local`` placed where this rank's part of ``layout`` lies."""
+    shape = tuple(layout.shape)
+    if local.numel() == 0:
+        return []
+    if not shape:
+        return [Piece.whole(name, local)]
+    _, offsets = compute_local_shape_and_global_offset(shape, layout.device_mesh, layout.placements)
+    return [Piece(name, local.detach(), shape, tuple(offsets), shape)]

@@ -1,0 +1,94 @@
+"""`DistributedDataParallel`."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from typing import Any, ClassVar, cast
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
+
+from .base import Wrapper, dtype_name, dtype_named, inner_of
+
+_HOOKS = {hook.__name__: hook for hook in (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook)}
+_HOOKS["bf16_compress_hook"] = default_hooks.bf16_compress_hook
+_FLAGS = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph", "skip_all_reduce_unused_params")
+_SIGNATURE = inspect.signature(DistributedDataParallel.__init__).parameters
+_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _SIGNATURE else "broadcast_buffers"
+
+
+class DDPWrapper(Wrapper):
+    """A module in DDP, compiled or not."""
+
+    kind: ClassVar[str] = "ddp"
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        while not isinstance(model, DistributedDataParallel):
+            model = cast(nn.Module, inner_of(model))
+        self._ddp = model
+
+    @property
+    def replica_index(self) -> int:
+        """Rank in the group that DDP reduces over."""
+        return dist.get_rank(self._ddp.process_group)
+
+    def will_reduce(self) -> bool:
+        """Whether the last forward made DDP ready to reduce.
+
+        ``no_sync`` counts where the forward runs, not the backward.
+        """
+        return bool(self._ddp.require_forward_param_sync) and self._ddp.process_group.size() > 1
+
+    def describe(self) -> dict[str, Any]:
+        """Also the options of DDP, and its comm hook where that is one of torch's stateless ones."""
+        ddp = self._ddp
+        options: dict[str, Any] = {name: bool(getattr(ddp, name)) for name in _FLAGS if hasattr(ddp, name)}
+        options["forward_sync_buffers"] = bool(getattr(ddp, _BUFFERS))
+        options["bucket_cap_mb"] = ddp.bucket_bytes_cap / 2**20
+        hooks = [getattr(hook, "__name__", type(hook).__name__) for hook, _ in ddp._comm_hooks]
+        precision = None if ddp.mixed_precision is None else _dtypes(ddp.mixed_precision)
+        return {**super().describe(), "options": options, "comm_hooks": hooks, "mixed_precision": precision}
+
+
+def wrap(
+    module: nn.Module, description: dict[str, Any], group: ProcessGroup | None, mesh: DeviceMesh | None
+) -> nn.Module:
+    """``module`` in DDP with the recorded options.
+
+    Collective: those of DDP's constructor (parameter shapes, then weights and buffers from rank 0).
+    """
+    options = dict(description["options"])
+    options[_BUFFERS] = options.pop("forward_sync_buffers")
+    if description["mixed_precision"] is not None:
+        options["mixed_precision"] = _MixedPrecision(
+            **{name: dtype_named(dtype) for name, dtype in description["mixed_precision"].items()}
+        )
+    known = {name: value for name, value in options.items() if name in _SIGNATURE}
+    ddp = DistributedDataParallel(module, process_group=_group(group, mesh), **known)
+    for name in description["comm_hooks"]:
+        _register_hook(ddp, name)
+    return ddp
+
+
+def _group(group: ProcessGroup | None, mesh: DeviceMesh | None) -> ProcessGroup | None:
+    return mesh.get_group() if group is None and mesh is not None else group
+
+
+def _register_hook(ddp: DistributedDataParallel, name: str) -> None:
+    if name in _HOOKS:
+        ddp.register_comm_hook(None, _HOOKS[name])
+    elif name != "_reducer_allreduce_and_upcast_hook":  # comes with mixed_precision
+        warnings.warn(
+            f"comm hook {name} is not one of {', '.join(_HOOKS)}: the reduce is done without it", stacklevel=3
+        )
+
+
+def _dtypes(policy: _MixedPrecision) -> dict[str, str | None]:
+    return {name: dtype_name(getattr(policy, name)) for name in ("param_dtype", "reduce_dtype", "buffer_dtype")}

@@ -1,0 +1,393 @@
+"""FSDP1: `torch.distributed.fsdp.FullyShardedDataParallel`.
+
+[Note: FSDP1 gradients] Each forward cuts new views out of the gathered flat parameter, and autograd sends each view its
+gradient; hooks of original and flat parameters see only what the reduce has left. So each forward hooks its views,
+in a forward pre-hook of the module that FSDP calls. A unit that is called twice has two sets of views, each of which
+gets its own part of the gradient.
+
+[Note: flat ranges] A rank holds one range of the flat parameter, hence of each original parameter a flat range that may
+be empty. With ``use_orig_params`` the optimizer holds these ranges, without it the range of the flat parameter.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+)
+from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle
+from torch.utils.hooks import RemovableHandle
+
+from ddp_nanguard.pieces import Piece
+
+from .base import GradientWatch, Hook, OnGradient, Wrapper, dtype_name, dtype_named, join, paths
+from .plain import PlainWrapper
+
+_DTYPES = ("param_dtype", "reduce_dtype", "buffer_dtype")
+_FLAGS = ("keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs")
+
+
+@dataclass(frozen=True)
+class Original:
+    """An original parameter: the ``index``-th in a flat parameter, as attribute ``attribute`` of ``module``."""
+
+    handle: FlatParamHandle
+    index: int
+    module: nn.Module
+    attribute: str
+
+    @property
+    def flat(self) -> FlatParameter:
+        """The flat parameter."""
+        return self.handle.flat_param
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The true shape."""
+        return tuple(self.flat._shapes[self.index])
+
+
+class FSDP1Wrapper(Wrapper):
+    """A module whose parameters are flattened and sharded by FSDP1, at the root or only below it."""
+
+    kind: ClassVar[str] = "fsdp1"
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.units: list[FullyShardedDataParallel] = list(
+            dict.fromkeys(module for _, module in paths(model) if isinstance(module, FullyShardedDataParallel))
+        )
+        self._by_module: dict[nn.Module, dict[str, Original]] = {}
+        for unit in self.units:
+            for module, attribute, original in _places(unit._handle):
+                self._by_module.setdefault(module, {})[attribute] = original
+        self._originals, self._original_aliases = self._name_originals()
+
+    @property
+    def shard_index(self) -> int:
+        """Rank in the group that parameters are sharded over."""
+        return self._position()[0]
+
+    @property
+    def num_shards(self) -> int:
+        """Size of the group that parameters are sharded over."""
+        return self._position()[1]
+
+    @property
+    def replica_index(self) -> int:
+        """Rank in the group of ranks that hold the same shard, 0 where every shard is there once."""
+        return self._position()[2]
+
+    def aliases(self) -> dict[str, str]:
+        """See `Wrapper.aliases`."""
+        return {**super().aliases(), **self._original_aliases}
+
+    def watch_local_gradients(self, on_gradient: OnGradient) -> GradientWatch:
+        """See `Wrapper.watch_local_gradients` and [Note: FSDP1 gradients]."""
+        watch = FSDP1Watch(self, on_gradient)
+        watch.arm()
+        return watch
+
+    def will_reduce(self) -> bool:
+        """Whether any unit reduces, see ``no_sync``."""
+        return any(unit._sync_gradients and _num_ranks(unit) > 1 for unit in self.units)
+
+    def leaves(self) -> list[tuple[str, torch.Tensor]]:
+        """Parameters that FSDP ignores."""
+        return [(name, parameter) for name, parameter in self.named_parameters() if self._is_ignored(name, parameter)]
+
+    def originals_of(self, unit: FullyShardedDataParallel) -> list[tuple[str, Original]]:
+        """The parameters that ``unit`` gathers, by kept name."""
+        return [(name, original) for name, original in self._originals.items() if original.handle is unit._handle]
+
+    def own_parameters(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        """As the optimizer holds them, also while the module holds views of gathered ones."""
+        managed = self._by_module.get(module, {})
+        for attribute, original in managed.items():
+            if original.flat._params is not None:
+                yield attribute, original.flat._params[original.index]
+        yield from ((name, p) for name, p in super().own_parameters(module) if name not in managed)
+
+    def pieces(
+        self, prefix: str, name: str, parameter: torch.Tensor, tensor: torch.Tensor, suffix: str = ""
+    ) -> list[Piece]:
+        """See `Wrapper.pieces` and [Note: flat ranges]: one flat range per original parameter."""
+        if name in self._originals:
+            return _range_of_one(f"{prefix}{name}{suffix}", self._originals[name], tensor)
+        if not hasattr(parameter, "_is_flat_param"):
+            return super().pieces(prefix, name, parameter, tensor, suffix)
+        originals = [(n, o) for n, o in self._originals.items() if o.flat is parameter]
+        shard = getattr(tensor, "_local_shard", tensor)  # while gathered, a flat parameter's own data is the whole
+        return [piece for n, o in originals for piece in _range_of_flat(f"{prefix}{n}{suffix}", o, shard)]
+
+    def all_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """See `Wrapper.all_shapes`."""
+        originals = {name: (o.shape, o.handle._orig_param_dtype) for name, o in self._originals.items()}
+        return {**originals, **{name: (tuple(p.shape), p.dtype) for name, p in self.leaves()}}
+
+    def describe(self) -> dict[str, Any]:
+        """Also, per FSDP1 unit, parents first, its module and options."""
+        names: dict[nn.Module, str] = {}
+        for name, module in paths(self.model):
+            names.setdefault(module, name)
+        units = [{"module": names[unit], **_describe_unit(unit)} for unit in self.units]
+        return {**super().describe(), "units": units, "ignored": [name for name, _ in self.leaves()]}
+
+    def _name_originals(self) -> tuple[dict[str, Original], dict[str, str]]:
+        kept: dict[Original, str] = {}
+        aliases = {}
+        for prefix, module in paths(self.model):
+            for attribute, original in self._by_module.get(module, {}).items():
+                name = join(prefix, attribute)
+                if kept.setdefault(original, name) != name:
+                    aliases[name] = kept[original]
+        return {name: original for original, name in kept.items()}, aliases
+
+    def _is_ignored(self, name: str, parameter: torch.Tensor) -> bool:
+        return name not in self._originals and not hasattr(parameter, "_is_flat_param")
+
+    def _position(self) -> tuple[int, int, int]:
+        found = {_position_of(unit, unit._handle) for unit in self.units if unit._handle is not None}
+        return found.pop() if len(found) == 1 else (dist.get_rank(), dist.get_world_size(), 0)
+
+
+class ViewHook(Hook):
+    """Gradient hook of one view."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, watch: FSDP1Watch, name: str) -> None:
+        super().__init__(watch)
+        self.name = name
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        """Report the view's gradient."""
+        if (watch := self.target()) is not None:
+            watch.report(self.name, gradient)
+
+
+class ViewsHook(Hook):
+    """Forward pre-hook of the module inside an FSDP1 unit."""
+
+    __slots__ = ("position",)
+
+    def __init__(self, watch: FSDP1Watch, position: int) -> None:
+        super().__init__(watch)
+        self.position = position
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Hook the unit's views; nothing is to be seen in a forward without gradients."""
+        watch = self.target()
+        if watch is not None and torch.is_grad_enabled():
+            watch.hook_views(self.position)
+
+
+class FSDP1Watch(GradientWatch):
+    """Hooks the views of each forward."""
+
+    def __init__(self, wrapper: FSDP1Wrapper, on_gradient: OnGradient) -> None:
+        super().__init__(wrapper, on_gradient)
+        self._inner = [unit._fsdp_wrapped_module for unit in wrapper.units]
+        self._originals = [wrapper.originals_of(unit) for unit in wrapper.units]
+        self._pre_hooks: list[RemovableHandle] = []
+        self._views: dict[str, RemovableHandle] = {}
+
+    def arm(self) -> None:
+        """See `GradientWatch.arm`."""
+        super().arm()
+        if self._armed and not self._pre_hooks:
+            hooks = [(module, ViewsHook(self, position)) for position, module in enumerate(self._inner)]
+            self._pre_hooks = [module.register_forward_pre_hook(hook) for module, hook in hooks]
+
+    def disarm(self) -> None:
+        """See `GradientWatch.disarm`."""
+        super().disarm()
+        while self._pre_hooks:
+            self._pre_hooks.pop().remove()
+        while self._views:
+            self._views.popitem()[1].remove()
+
+    def hook_views(self, position: int) -> None:
+        """Hook the views that a unit has just made; called by the pre-hook."""
+        for name, original in self._originals[position]:
+            view = getattr(original.module, original.attribute)
+            if view.requires_grad and not self._is_hooked(view):
+                self._views[name] = view.register_hook(ViewHook(self, name))
+
+    def _is_hooked(self, view: torch.Tensor) -> bool:
+        """Whether a recomputation comes with the views of the forward, which are hooked."""
+        hooks = (view._backward_hooks or {}).values()
+        return any(isinstance(hook, ViewHook) and hook.target() is self for hook in hooks)
+
+
+def wrap(
+    module: nn.Module, description: dict[str, Any], group: ProcessGroup | None, mesh: DeviceMesh | None
+) -> nn.Module:
+    """``module`` in FSDP1 units as described, children first.
+
+    Collective: making groups where the strategy is hybrid; FSDP1 itself does not communicate without
+    ``sync_module_states``.
+    """
+    plain = PlainWrapper(module)
+    modules, parameters = dict(plain.named_modules()), dict(plain.named_parameters())
+    shared = {"ignored_states": [parameters[name] for name in description["ignored"]]} if description["ignored"] else {}
+    place = _place(description["units"], group, mesh, next(module.parameters()).device)
+    for unit in reversed(description["units"]):
+        inner = modules[unit["module"]]
+        outer = _wrap_unit(inner, unit, **place, **shared)
+        if inner is plain.root:
+            return outer
+        _replace(module, inner, outer)
+    return module
+
+
+def _wrap_unit(inner: nn.Module, unit: dict[str, Any], **place: Any) -> FullyShardedDataParallel:
+    prefetch = unit["backward_prefetch"]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The `NO_SHARD` sharding strategy is deprecated", FutureWarning)
+        return FullyShardedDataParallel(
+            inner,
+            sharding_strategy=_strategy(unit["sharding_strategy"], **place),
+            mixed_precision=_precision(unit["mixed_precision"]),
+            cpu_offload=CPUOffload(offload_params=unit["cpu_offload"]),
+            backward_prefetch=None if prefetch is None else BackwardPrefetch[prefetch],
+            forward_prefetch=unit["forward_prefetch"],
+            limit_all_gathers=unit["limit_all_gathers"],
+            use_orig_params=unit["use_orig_params"],
+            **place,
+        )
+
+
+def _strategy(
+    recorded: str, process_group: Any = None, device_mesh: DeviceMesh | None = None, **_: Any
+) -> ShardingStrategy:
+    """One rank cannot shard; FSDP would say so in a warning and do the same."""
+    if device_mesh is not None:
+        num_ranks = device_mesh.size()
+    else:
+        num_ranks = dist.get_world_size(process_group)
+    return ShardingStrategy.NO_SHARD if num_ranks == 1 else ShardingStrategy[recorded]
+
+
+def _place(
+    units: list[dict[str, Any]], group: ProcessGroup | None, mesh: DeviceMesh | None, device: torch.device
+) -> dict[str, Any]:
+    """Where to shard: over the mesh or group given, else over the world, cut in two where the strategy is hybrid."""
+    place: dict[str, Any] = {"device_id": device}
+    world_size = dist.get_world_size()
+    if mesh is not None:
+        place["device_mesh"] = mesh
+    elif group is not None:
+        place["process_group"] = group
+    elif world_size > 1 and any("HYBRID" in unit["sharding_strategy"] for unit in units):
+        recorded = units[0]["num_shards"]
+        num_shards = recorded if world_size % recorded == 0 else world_size
+        shape, names = (world_size // num_shards, num_shards), ("replicate", "shard")
+        place["device_mesh"] = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    return place
+
+
+def _replace(root: nn.Module, inner: nn.Module, outer: nn.Module) -> None:
+    for _, parent in list(paths(root)):
+        for attribute, child in parent._modules.items():
+            if child is inner and parent is not outer:
+                parent._modules[attribute] = outer
+
+
+def _places(handle: FlatParamHandle | None) -> Iterator[tuple[nn.Module, str, Original]]:
+    """Where the original parameters of a flat parameter are, tied places included."""
+    if handle is None:
+        return
+    found = {}
+    for index, (attribute, module, _) in enumerate(handle.flat_param._param_infos):
+        found[module, attribute] = Original(handle, index, module, attribute)
+        yield module, attribute, found[module, attribute]
+    for attribute, module, _, first_attribute, first_module, _ in handle.flat_param._shared_param_infos:
+        yield module, attribute, found[first_module, first_attribute]
+
+
+def _range_of_one(name: str, original: Original, tensor: torch.Tensor) -> list[Piece]:
+    """The piece of a tensor that is this rank's range of one parameter; under NO_SHARD it is whole and in shape."""
+    if tuple(tensor.shape) == original.shape and not original.handle.uses_sharded_strategy:
+        return [Piece.whole(name, tensor)] if tensor.numel() else []
+    return _piece(name, original, tensor)
+
+
+def _range_of_flat(name: str, original: Original, shard: torch.Tensor) -> list[Piece]:
+    """The piece of one parameter within a tensor that is this rank's range of the flat parameter."""
+    info = original.flat._shard_param_infos[original.index]
+    if shard.shape != original.flat._sharded_size:
+        raise ValueError(_unlike(name, shard, tuple(original.flat._sharded_size)))
+    start = info.offset_in_shard or 0
+    return _piece(name, original, shard.detach()[start : start + (info.numel_in_shard or 0)])
+
+
+def _piece(name: str, original: Original, tensor: torch.Tensor) -> list[Piece]:
+    info = original.flat._shard_param_infos[original.index]  # its fields are None outside the shard
+    numel, offset = info.numel_in_shard or 0, info.intra_param_start_idx or 0
+    if tuple(tensor.shape) != (numel,):
+        raise ValueError(_unlike(name, tensor, (numel,)))
+    if numel and not original.flat._contiguities[original.index]:
+        raise ValueError(f"{name} was not contiguous when FSDP flattened it, so its elements lie in another order")
+    whole = Piece(name, tensor.detach(), (torch.Size(original.shape).numel(),), (offset,), original.shape)
+    return [whole] if numel else []
+
+
+def _unlike(name: str, tensor: torch.Tensor, expected: tuple[int, ...]) -> str:
+    return (
+        f"{name} has shape {tuple(tensor.shape)} where this rank's part of its parameter has {expected}: "
+        "which part of the whole it is cannot be told; keep it as a tensor of this rank"
+    )
+
+
+def _position_of(unit: FullyShardedDataParallel, handle: FlatParamHandle) -> tuple[int, int, int]:
+    if not handle.uses_sharded_strategy:
+        return 0, 1, dist.get_rank(unit.process_group)
+    between = _group_between(unit)
+    replica = 0 if between is None else dist.get_rank(between)
+    return dist.get_rank(unit.process_group), dist.get_world_size(unit.process_group), replica
+
+
+def _num_ranks(unit: FullyShardedDataParallel) -> int:
+    between = _group_between(unit)
+    return dist.get_world_size(unit.process_group) * (1 if between is None else between.size())
+
+
+def _group_between(unit: FullyShardedDataParallel) -> ProcessGroup | None:
+    """The group of ranks that hold the same shard, under a hybrid strategy."""
+    return getattr(unit, "_inter_node_pg", None)
+
+
+def _describe_unit(unit: FullyShardedDataParallel) -> dict[str, Any]:
+    precision, prefetch = unit.mixed_precision, unit.backward_prefetch
+    return {
+        "sharding_strategy": unit.sharding_strategy.name,
+        "num_shards": dist.get_world_size(unit.process_group),
+        "mixed_precision": {
+            **{name: dtype_name(getattr(precision, name)) for name in _DTYPES},
+            **{name: getattr(precision, name) for name in _FLAGS},
+        },
+        "cpu_offload": bool(unit.cpu_offload.offload_params),
+        "backward_prefetch": None if prefetch is None else prefetch.name,
+        "forward_prefetch": bool(unit.forward_prefetch),
+        "limit_all_gathers": bool(unit.limit_all_gathers),
+        "use_orig_params": bool(unit._use_orig_params),
+    }
+
+
+def _precision(recorded: dict[str, Any]) -> MixedPrecision:
+    dtypes: dict[str, Any] = {name: dtype_named(recorded[name]) for name in _DTYPES}
+    return MixedPrecision(**dtypes, **{name: recorded[name] for name in _FLAGS})

@@ -1,0 +1,284 @@
+"""FSDP2: `torch.distributed.fsdp.fully_shard`, HSDP included.
+
+[Note: FSDP2 gradients] The optimizer holds sharded DTensors, whose ``.grad`` appears only after the reduce. Autograd
+accumulates into the unsharded parameter, one object per parameter for the whole run, made by the first all-gather. It
+is hooked in a forward pre-hook of the module that `fully_shard` was called on, after FSDP's own: the parameter's own
+module may never be called (a `ParameterList`, the output projection of attention, a tied weight).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import Shard
+from torch.utils.hooks import RemovableHandle
+
+from .base import GradientWatch, Hook, OnGradient, Wrapper, class_name, dtype_name, dtype_named, paths
+from .plain import PlainWrapper
+
+
+class FSDP2Wrapper(Wrapper):
+    """A module whose parameters are sharded in place by `fully_shard`, at the root or only below it."""
+
+    kind: ClassVar[str] = "fsdp2"
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.states: list[FSDPState] = list(dict.fromkeys(_states(model)))
+        self._managed = {
+            place: param for group in self.groups() for param in group.fsdp_params for place in _places(param)
+        }
+
+    def groups(self) -> Iterator[FSDPParamGroup]:
+        """Parameters that are gathered and reduced together."""
+        return (group for state in self.states for group in state._fsdp_param_groups)
+
+    @property
+    def shard_index(self) -> int:
+        """Coordinate in the mesh dimension that parameters are sharded over."""
+        return self._position()[0]
+
+    @property
+    def num_shards(self) -> int:
+        """Size of the mesh dimension that parameters are sharded over."""
+        return self._position()[1]
+
+    @property
+    def replica_index(self) -> int:
+        """Coordinate in HSDP's replicating mesh dimension, 0 without."""
+        return self._position()[2]
+
+    def watch_local_gradients(self, on_gradient: OnGradient) -> GradientWatch:
+        """See `Wrapper.watch_local_gradients` and [Note: FSDP2 gradients]."""
+        watch = FSDP2Watch(self, on_gradient)
+        watch.arm()
+        return watch
+
+    def will_reduce(self) -> bool:
+        """Whether any group reduces, see `FSDPModule.set_requires_gradient_sync`."""
+        return any(group.reduce_grads and group.mesh_info.mesh.size() > 1 for group in self.groups())
+
+    def leaves(self) -> list[tuple[str, torch.Tensor]]:
+        """The unsharded parameters that exist so far, and parameters that FSDP ignores."""
+        unsharded = {id(p.sharded_param): getattr(p, "_unsharded_param", None) for p in self._managed.values()}
+        found = ((name, unsharded.get(id(parameter), parameter)) for name, parameter in self.named_parameters())
+        return [(name, tensor) for name, tensor in found if tensor is not None]
+
+    def own_parameters(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        """As the optimizer holds them, also while the module holds gathered ones."""
+        for name, parameter in super().own_parameters(module):
+            managed = self._managed.get((module, name))
+            if managed is not None and managed.sharded_state != ShardedState.SHARDED:
+                parameter = managed.sharded_param
+            yield name, parameter
+
+    def describe(self) -> dict[str, Any]:
+        """Also the mesh, and per call of `fully_shard`, parents first, its modules and options."""
+        names = {id(parameter): name for name, parameter in self.named_parameters()}
+        managed = {id(param.sharded_param) for param in self._managed.values()}
+        return {
+            **super().describe(),
+            "root_class": class_name(_original_class(self.root)),
+            "model_class": class_name(_original_class(self.model)),
+            "mesh": _describe_mesh([group.mesh_info.mesh for group in self.groups()]),
+            "units": [_describe_unit(state, _first_names(self.model), names) for state in self.states],
+            "ignored": [name for key, name in names.items() if key not in managed],
+        }
+
+    def _position(self) -> tuple[int, int, int]:
+        infos = [group.mesh_info for group in self.groups()]
+        found = {tuple(getattr(info, name, default) for name, default in _POSITION) for info in infos}
+        if len(found) != 1 or any(param.is_dtensor for param in self._managed.values()):
+            return (
+                dist.get_rank(),
+                dist.get_world_size(),
+                0,
+            )  # several meshes or tensor parallel: no two ranks are alike
+        return found.pop()  # type: ignore[return-value]  # three integers
+
+
+_POSITION = (("shard_mesh_rank", 0), ("shard_mesh_size", 1), ("replicate_mesh_rank", 0))
+
+
+class GatheredHook(Hook):
+    """Forward pre-hook of a module that `fully_shard` was called on."""
+
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Hook what the module has gathered; nothing is to be seen in a forward without gradients."""
+        watch = self.target()
+        if watch is not None and torch.is_grad_enabled():
+            watch.hook_gathered(module)
+
+
+class FSDP2Watch(GradientWatch):
+    """Hooks the unsharded parameters as they come into being."""
+
+    def __init__(self, wrapper: FSDP2Wrapper, on_gradient: OnGradient) -> None:
+        super().__init__(wrapper, on_gradient)
+        names = {id(parameter): name for name, parameter in wrapper.named_parameters()}
+        self._params = {
+            module: [(names[id(p.sharded_param)], p) for group in state._fsdp_param_groups for p in group.fsdp_params]
+            for state in wrapper.states
+            for module in state._modules
+        }
+        self._pre_hooks: list[RemovableHandle] = []
+
+    def arm(self) -> None:
+        """See `GradientWatch.arm`."""
+        super().arm()
+        if self._armed and not self._pre_hooks:
+            self._pre_hooks = [module.register_forward_pre_hook(GatheredHook(self)) for module in self._params]
+
+    def disarm(self) -> None:
+        """See `GradientWatch.disarm`."""
+        super().disarm()
+        while self._pre_hooks:
+            self._pre_hooks.pop().remove()
+
+    def hook_gathered(self, module: nn.Module) -> None:
+        """Hook the parameters that ``module`` has just gathered; called by the pre-hook."""
+        for name, param in self._params[module]:
+            if (unsharded := getattr(param, "_unsharded_param", None)) is not None:
+                self.hook_leaf(name, unsharded)
+
+
+def wrap(
+    module: nn.Module, description: dict[str, Any], group: ProcessGroup | None, mesh: DeviceMesh | None
+) -> nn.Module:
+    """``module`` sharded in place as described, children first.
+
+    Collective: making the mesh's groups where HSDP needs some; `fully_shard` itself does not communicate.
+    """
+    mesh = mesh or _mesh_like(description["mesh"], _device_type(module), group)
+    modules = dict(PlainWrapper(module).named_modules())
+    parameters = dict(PlainWrapper(module).named_parameters())
+    ignored = {parameters[name] for name in description["ignored"]}
+    for unit in reversed(description["units"]):
+        _shard([modules[name] for name in unit["modules"]], unit, mesh, ignored, parameters)
+    return module
+
+
+def _shard(
+    modules: list[nn.Module],
+    unit: dict[str, Any],
+    mesh: DeviceMesh,
+    ignored: set[nn.Parameter],
+    parameters: dict[str, nn.Parameter],
+) -> None:
+    dims = {id(parameters[name]): dim for name, dim in unit["shard_dims"].items()}
+    fully_shard(
+        modules if len(modules) > 1 else modules[0],
+        mesh=mesh,
+        reshard_after_forward=_reshard(unit["reshard_after_forward"], mesh),
+        shard_placement_fn=(lambda parameter: Shard(dims.get(id(parameter), 0))) if dims else None,
+        mp_policy=_policy(unit["mixed_precision"]),
+        offload_policy=CPUOffloadPolicy(**unit["cpu_offload"]) if unit["cpu_offload"] else OffloadPolicy(),
+        ignored_params=ignored,
+    )
+
+
+def _states(model: nn.Module) -> Iterator[FSDPState]:
+    return (module._get_fsdp_state() for _, module in paths(model) if isinstance(module, FSDPModule))
+
+
+def _places(param: FSDPParam) -> Iterator[tuple[nn.Module, str]]:
+    info = param._module_info
+    yield info.module, info.param_name
+    yield from zip(info.shared_modules, info.shared_param_names, strict=True)
+
+
+def _first_names(model: nn.Module) -> dict[nn.Module, str]:
+    names: dict[nn.Module, str] = {}
+    for name, module in paths(model):
+        names.setdefault(module, name)
+    return names
+
+
+def _original_class(module: nn.Module) -> type:
+    """The class that `fully_shard` derived from."""
+    if isinstance(module, FSDPModule):
+        return type(module).__mro__[module._orig_cls_mro_index]
+    return type(module)
+
+
+def _describe_unit(state: FSDPState, modules: dict[nn.Module, str], names: dict[int, str]) -> dict[str, Any]:
+    params = [param for group in state._fsdp_param_groups for param in group.fsdp_params]
+    policy = state._mp_policy
+    offload = next(
+        (g.offload_policy for g in state._fsdp_param_groups if isinstance(g.offload_policy, CPUOffloadPolicy)), None
+    )
+    return {
+        "modules": [modules[module] for module in state._modules],
+        "reshard_after_forward": _describe_reshard(state),
+        "mixed_precision": {
+            **{name: dtype_name(getattr(policy, name)) for name in ("param_dtype", "reduce_dtype", "output_dtype")},
+            "cast_forward_inputs": policy.cast_forward_inputs,
+        },
+        "cpu_offload": {"pin_memory": offload.pin_memory} if offload else None,
+        "shard_dims": {names[id(p.sharded_param)]: p.fsdp_placement.dim for p in params if p.fsdp_placement.dim},
+    }
+
+
+def _describe_reshard(state: FSDPState) -> bool | int | None:
+    """The argument of `fully_shard`; the root's None turns into False when it first runs."""
+    if state._auto_reshard_after_forward or not state._fsdp_param_groups:
+        return None
+    group = state._fsdp_param_groups[0]
+    after = group.post_forward_mesh_info
+    if after is None or after is group.mesh_info:
+        return after is not None
+    return after.shard_mesh_size
+
+
+def _reshard(recorded: bool | int | None, mesh: DeviceMesh) -> bool | int | None:
+    """A world of another size may not divide by the recorded number."""
+    if recorded is None or isinstance(recorded, bool):
+        return recorded
+    return recorded if mesh.size(-1) % recorded == 0 and recorded < mesh.size(-1) else True
+
+
+def _policy(recorded: dict[str, Any]) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(
+        param_dtype=dtype_named(recorded["param_dtype"]),
+        reduce_dtype=dtype_named(recorded["reduce_dtype"]),
+        output_dtype=dtype_named(recorded["output_dtype"]),
+        cast_forward_inputs=recorded["cast_forward_inputs"],
+    )
+
+
+def _describe_mesh(meshes: list[DeviceMesh]) -> dict[str, Any] | None:
+    if not meshes:
+        return None
+    names = meshes[0].mesh_dim_names
+    return {"shape": list(meshes[0].shape), "dim_names": list(names) if names else None}
+
+
+def _mesh_like(recorded: dict[str, Any] | None, device_type: str, group: ProcessGroup | None) -> DeviceMesh:
+    """The recorded mesh over the present world; another world size keeps the shard size where that divides it."""
+    if group is not None:
+        return DeviceMesh.from_group(group, device_type)
+    world_size, shape = dist.get_world_size(), tuple(recorded["shape"]) if recorded else (1,)
+    if len(shape) == 2:
+        num_shards = shape[1] if world_size % shape[1] == 0 else world_size
+        shape = (world_size // num_shards, num_shards)
+    else:
+        shape = (world_size,)
+    names = tuple(recorded["dim_names"]) if recorded and recorded["dim_names"] else None
+    return init_device_mesh(device_type, shape, mesh_dim_names=names)
+
+
+def _device_type(module: nn.Module) -> str:
+    parameter = next(module.parameters(), None)
+    return "cpu" if parameter is None else parameter.device.type

@@ -1,0 +1,28 @@
+"""A module that nothing wraps: one process, or parallelism that happens outside the module."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from .base import Wrapper
+
+
+class PlainWrapper(Wrapper):
+    """A plain module, compiled or not."""
+
+    kind: ClassVar[str] = "plain"
+
+    def will_reduce(self) -> bool:
+        """Never: nothing here communicates."""
+        return False
+
+
+def wrap(
+    module: nn.Module, description: dict[str, Any], group: ProcessGroup | None, mesh: DeviceMesh | None
+) -> nn.Module:
+    """``module`` itself."""
+    return module

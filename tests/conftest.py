@@ -1,0 +1,92 @@
+"""Fixtures for every test: nothing may leak into the environment, the working directory or the process table."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+REPOSITORY = Path(__file__).parent.parent
+ALLOWED_NEW = {".pytest_cache", ".hypothesis", ".mypy_cache", ".ruff_cache", "__pycache__", ".coverage"}
+NOT_OURS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_")  # pytest and torch set these themselves
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_environment_leak() -> Iterator[None]:
+    before = _environment()
+    yield
+    after = _environment()
+    os.environ.update(before)
+    for name in after.keys() - before.keys():
+        del os.environ[name]
+    assert after == before, f"the test changed the environment: {sorted(set(after.items()) ^ set(before.items()))}"
+
+
+@pytest.fixture(autouse=True)
+def _no_stray_files() -> Iterator[None]:
+    before = set(os.listdir(REPOSITORY)) | set(os.listdir())
+    yield
+    stray = (set(os.listdir(REPOSITORY)) | set(os.listdir())) - before - ALLOWED_NEW
+    assert not stray, f"the test left files behind: {sorted(stray)}"
+
+
+@pytest.fixture(autouse=True)
+def _no_stray_processes() -> Iterator[None]:
+    before = set(_descendants(os.getpid()))
+    yield
+    stray = {pid: command for pid, command in _descendants(os.getpid()).items() if pid not in before}
+    for pid in stray:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert not stray, f"the test left processes behind: {stray}"
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(NOT_OURS)}
+
+
+def _descendants(root: int) -> dict[int, str]:
+    """Live processes below ``root`` with their commands; multiprocessing's own two servers are left out."""
+    parents = dict(_parent_of_every_process())
+    found = {}
+    for pid in parents:
+        ancestor = pid
+        while ancestor in parents and ancestor != root:
+            ancestor = parents[ancestor]
+        if ancestor == root and pid != root and not (parents[pid] == root and _is_server(pid)):
+            found[pid] = _command(pid)
+    return found
+
+
+def _parent_of_every_process() -> Iterator[tuple[int, int]]:
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, parent = path.read_text().rsplit(")", 1)[1].split()[:2]
+            if state != "Z":
+                yield int(path.parent.name), int(parent)
+
+
+def _is_server(pid: int) -> bool:
+    command = _command(pid)
+    return "multiprocessing.forkserver" in command or "multiprocessing.resource_tracker" in command
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""

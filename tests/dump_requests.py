@@ -1,0 +1,86 @@
+"""Requests for dumps, small and with everything that is awkward, for the tests of `ddp_nanguard.dump`."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ddp_nanguard.config import GuardConfig
+from ddp_nanguard.dump import DumpRequest
+from ddp_nanguard.pieces import Piece
+from ddp_nanguard.rng import capture
+from ddp_nanguard.site import Evidence, FaultReport, Phase, Site
+from ddp_nanguard.window import MicroBatch
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e8m0fnu,
+    torch.complex64,
+    torch.complex128,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.bool,
+]
+
+
+def random_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Any bits, NaN payloads included; the same for equal arguments in every process."""
+    seed = int.from_bytes(hashlib.blake2b(f"{name}{shape}{dtype}".encode(), digest_size=4).digest(), "big")
+    generator = torch.Generator().manual_seed(seed)
+    if dtype is torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    numel = int(np.prod(shape))
+    data = torch.randint(0, 256, (numel * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+    return data.view(dtype).reshape(shape) if numel else torch.empty(shape, dtype=dtype)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """For comparing bit for bit."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def site(rank: int | None = 0, step: int = 7) -> Site:
+    evidence = Evidence((4, 4), "float32", 3, 1, 0, 16, 2.5)
+    return Site(rank, step, 1, Phase.FORWARD, "layers.2.act", 1, "output", "nan", evidence=evidence)
+
+
+def report(step: int = 7, world_size: int = 1, wrapper: str = "ddp") -> FaultReport:
+    where = site(step=step)
+    return FaultReport(step, world_size, wrapper, where, (where,), (), 1, (0,), "the log of a negative number")
+
+
+def window() -> list[MicroBatch]:
+    batch = {"x": torch.arange(12.0).reshape(3, 4)[:, :2], "y": [1, 2], 3: (None, b"raw")}
+    return [MicroBatch(0, batch, capture(), {"loss": torch.tensor(float("nan"))}, ["['x']"], {"scale": 2.0**16})]
+
+
+def request(dump_dir: Any, *, rank: int = 0, world_size: int = 1, step: int = 7, **changes: Any) -> DumpRequest:
+    """A whole request of one rank; ``options`` go to `GuardConfig`, everything else to `DumpRequest`."""
+    options = {"dump_dir": str(dump_dir), **changes.pop("options", {})}
+    group = changes.pop("group", dist.group.WORLD if world_size > 1 else None)
+    defaults: dict[str, Any] = {
+        "report": report(step, world_size),
+        "state": [Piece.whole("model.w", random_tensor("w", (5, 3), torch.float32))],
+        "window": window(),
+        "buffers": {"bn.running_mean": torch.arange(3.0)},
+        "history": {"loss": np.array([1.0, np.nan]), "layers/2": np.zeros((2, 2))},
+        "evidence": {"sites": [site(rank).to_dict()]},
+        "plain_state": {"lr": 0.1, "betas": (0.9, float("nan")), "step": torch.tensor(3)},
+        "recipe": "train:recipe",
+        "replica_index": rank,
+    }
+    config = GuardConfig(**options)
+    return DumpRequest(rank=rank, world_size=world_size, group=group, config=config, **{**defaults, **changes})

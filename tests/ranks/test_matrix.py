@@ -1,0 +1,212 @@
+"""Every phase on every wrapper, on the first and the last rank, with and without accumulation.
+
+Each fault is stopped, named, kept and replayed. Cells that share a wrapper and a place run one after the other in the
+same processes, each with a fresh model and guard: that a process stays usable after a stop is part of the promise.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from ddp_nanguard.dump.read import Dump, open_dump
+from torch import Tensor
+
+from tests.matrix import Cell, all_cells, cells_of
+from tests.ranks import run_ranks
+from tests.replaying import Replayed, replay_alone, replay_on_all_ranks
+from tests.training import Record, digest, digest_of_random, run_jobs
+
+CANNOT, SAME = 5, 0
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One cell after its run: a record per rank, and the dump."""
+
+    cell: Cell
+    records: list[Record]
+
+    @property
+    def report(self) -> dict[str, Any]:
+        report = self.records[0].report
+        assert report is not None, f"{self.cell}: no fault was raised"
+        return report
+
+    @functools.cached_property
+    def dump(self) -> Dump:
+        return open_dump(self.report["dump_path"])
+
+
+Launch = Callable[[Cell], Ran]
+Replay = Callable[[Cell], Replayed]
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    """Runs all cells of a wrapper and place in one launch, once."""
+
+    @functools.cache
+    def run(wrapper: str, place: str) -> dict[Cell, Ran]:
+        cells = cells_of(wrapper, place)
+        root = str(tmp_path_factory.mktemp("dumps"))
+        per_rank = run_ranks(run_jobs, 2, timeout_s=50, jobs=[cell.job(root) for cell in cells])
+        return {cell: Ran(cell, [records[index] for records in per_rank]) for index, cell in enumerate(cells)}
+
+    return lambda cell: run(cell.wrapper, cell.place)[cell]
+
+
+@pytest.fixture(scope="module")
+def replay(launch: Launch) -> Replay:
+    """Replays the culprits of all cells of a wrapper and place, each in a process of its own, once."""
+
+    @functools.cache
+    def run(wrapper: str, place: str) -> dict[Cell, Replayed]:
+        cells = cells_of(wrapper, place)
+        dumps = [launch(cell).report["dump_path"] for cell in cells]
+        return dict(zip(cells, replay_alone(dumps), strict=True))
+
+    return lambda cell: run(cell.wrapper, cell.place)[cell]
+
+
+CELLS = all_cells()
+BAD_UPDATES = [cell for cell in CELLS if cell.place == "update"]
+KEPT = [cell for cell in CELLS if cell.place != "update" or cell.keep_previous]
+"""Without ``keep_previous``, what was before a bad update is gone: the one exception to the promise."""
+
+each_cell = pytest.mark.parametrize("cell", CELLS, ids=str)
+each_kept_cell = pytest.mark.parametrize("cell", KEPT, ids=str)
+
+
+@each_cell
+def test_every_rank_stops_in_the_same_step_with_the_same_text(cell: Cell, launch: Launch) -> None:
+    records = launch(cell).records
+    assert [record.error_step for record in records] == [cell.error_step] * len(records)
+    assert len({record.error for record in records}) == 1
+    assert all(record.report == records[0].report for record in records)
+
+
+@each_cell
+def test_the_origin_is_the_planted_one(cell: Cell, launch: Launch) -> None:
+    report = launch(cell).report
+    assert {key: report["origin"][key] for key in cell.origin()} == cell.origin()
+    assert report["step"] == cell.fault.step
+    assert report["wrapper"] == cell.wrapper.replace("hsdp", "fsdp2")
+    assert report["world_size"] == cell.world_size
+
+
+@each_kept_cell
+def test_no_weight_has_changed(cell: Cell, launch: Launch) -> None:
+    for record in launch(cell).records:
+        before = record.before[cell.fault.step]
+        weights = {name: value for name, value in before.items() if not name.startswith("buffer ")}
+        assert {name: record.after.get(name) for name in weights} == weights
+
+
+@each_kept_cell
+def test_the_dump_holds_the_window(cell: Cell, launch: Launch) -> None:
+    ran = launch(cell)
+    assert ran.dump.ranks == list(range(cell.world_size))
+    assert ran.dump.report.to_dict() == ran.report
+    for rank, record in enumerate(ran.records):
+        _assert_window(ran, rank, record)
+        _assert_buffers(ran, rank)
+
+
+@each_kept_cell
+def test_the_dump_holds_the_state_from_before_the_step(cell: Cell, launch: Launch) -> None:
+    ran = launch(cell)
+    for rank in range(cell.world_size):
+        stored = ran.dump.load_state(None, rank)
+        expected = _whole_state(ran, rank, {name: tuple(tensor.shape) for name, tensor in stored.items()})
+        assert expected.keys() <= stored.keys()
+        assert {name: digest(stored[name]) for name in expected} == {name: digest(t) for name, t in expected.items()}
+
+
+@each_cell
+def test_the_replay_of_the_culprit_alone(cell: Cell, launch: Launch, replay: Replay) -> None:
+    replayed = replay(cell)
+    if cell.place == "reduce" or (cell.place == "update" and not cell.keep_previous):
+        assert (replayed.code, replayed.outcome.get("outcome")) == (CANNOT, "cannot"), replayed
+    else:
+        assert (replayed.code, replayed.outcome.get("outcome")) == (SAME, "same"), replayed
+
+
+@pytest.mark.parametrize("cell", BAD_UPDATES, ids=str)
+def test_a_bad_update_is_named(cell: Cell, launch: Launch) -> None:
+    ran = launch(cell)
+    assert ran.report["state"] == ([] if cell.keep_previous else [cell.expected.slot])
+    bad = [name for record in ran.records for name in record.bad_parameters]
+    assert bool(bad) is not cell.keep_previous
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp1", "fsdp2"])
+def test_a_reduce_fault_replays_on_all_ranks(wrapper: str, launch: Launch) -> None:
+    ran = launch(Cell(wrapper, "reduce", 1, 3))
+    holders = [rank for rank, record in enumerate(ran.records) if record.bad_gradients]
+    assert ran.report["holders"] == holders
+    replayed = replay_on_all_ranks(ran.report["dump_path"], 2)
+    assert [one.code for one in replayed] == [SAME, SAME], replayed
+    assert replayed[0].outcome["outcome"] == "same"
+
+
+@pytest.mark.parametrize("change", ["random", "weight"])
+@pytest.mark.parametrize("wrapper", ["plain", "ddp", "fsdp1", "fsdp2"])
+def test_a_changed_replay_is_not_the_same(wrapper: str, change: str, launch: Launch) -> None:
+    """Negative controls: one more random number drawn, one bit of a weight changed."""
+    ran = launch(Cell(wrapper, "weight.backward", 1, 3))
+    (replayed,) = replay_alone([ran.report["dump_path"]], {"TEST_REPLAY_CHANGE": change})
+    assert replayed.code != SAME
+    assert replayed.outcome["outcome"] not in ("same", "cannot")
+
+
+@pytest.mark.parametrize("place", ["gate.forward", "weight.backward"])
+def test_a_mesh_of_replicas_and_shards(place: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    cell = Cell("hsdp", place, rank=3, num_micro_batches=3, world_size=4)
+    root = str(tmp_path_factory.mktemp("dumps"))
+    per_rank = run_ranks(run_jobs, 4, timeout_s=50, jobs=[cell.job(root)])
+    ran = Ran(cell, [records[0] for records in per_rank])
+    test_every_rank_stops_in_the_same_step_with_the_same_text(cell, lambda _: ran)
+    test_the_origin_is_the_planted_one(cell, lambda _: ran)
+    test_no_weight_has_changed(cell, lambda _: ran)
+    test_the_dump_holds_the_window(cell, lambda _: ran)
+    test_the_dump_holds_the_state_from_before_the_step(cell, lambda _: ran)
+    (replayed,) = replay_alone([ran.report["dump_path"]])
+    assert (replayed.code, replayed.outcome.get("outcome")) == (SAME, "same"), replayed
+
+
+def _assert_window(ran: Ran, rank: int, record: Record) -> None:
+    window = ran.dump.window(rank)
+    assert [micro_batch.index for micro_batch in window] == list(range(ran.cell.num_micro_batches))
+    for micro_batch in window:
+        state = micro_batch.random_state
+        taken = digest_of_random(state.python, state.numpy, state.torch)
+        assert taken == record.random_states[ran.cell.fault.step][micro_batch.index]
+        assert micro_batch.batch["id"] == f"rank {rank} step {ran.cell.fault.step} micro-batch {micro_batch.index}"
+
+
+def _assert_buffers(ran: Ran, rank: int) -> None:
+    """As they were when the window opened; under DDP rank 0's, which its broadcast gives to all."""
+    source = ran.records[0 if ran.cell.wrapper == "ddp" else rank]
+    before = source.before[ran.cell.fault.step]
+    stored = {f"buffer {name}": digest(tensor) for name, tensor in ran.dump.buffers(rank).items()}
+    assert {name for name in before if "running_" in name} <= stored.keys()
+    assert stored == {name: before[name] for name in stored}
+
+
+def _whole_state(ran: Ran, rank: int, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """The outside copies, put together from the shards."""
+    if ran.cell.wrapper in ("plain", "ddp"):
+        return ran.records[rank].window_state
+    shards = [record.window_state for record in ran.records[:2]]  # ranks 2 and 3 of the mesh hold the same again
+    names = {name for shard in shards for name in shard}
+    return {name: _whole([shard[name] for shard in shards if name in shard], shapes[name]) for name in names}
+
+
+def _whole(shards: list[Tensor], shape: tuple[int, ...]) -> Tensor:
+    filled = [shard for shard in shards if shard.numel()]
+    return torch.cat(filled).reshape(shape)

@@ -1,0 +1,91 @@
+"""Replays in fresh processes with the default environment, through the command line that people use."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+from tests.ranks import run_ranks
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What one replay said.
+
+    Attributes:
+        code: exit code.
+        outcome: its JSON.
+        output: everything on stdout.
+    """
+
+    code: int
+    outcome: dict[str, Any]
+    output: str
+
+
+def replay_alone(dumps: list[str], env: dict[str, str] | None = None, *options: str) -> list[Replayed]:
+    """Replays the culprit of each dump by itself, each in a process of its own."""
+    return run_ranks(
+        _alone,
+        world_size=len(dumps),
+        timeout_s=40,
+        process_group=False,
+        num_threads=None,
+        env=env,
+        dumps=dumps,
+        options=list(options),
+    )
+
+
+def _alone(rank: int, world_size: int, dumps: list[str], options: list[str]) -> Replayed:
+    from ddp_nanguard.cli import main
+
+    return _captured(lambda: main(["replay", dumps[rank], "--json", *options]))
+
+
+def replay_on_all_ranks(dump: str, world_size: int) -> list[Replayed]:
+    """As ``torchrun launch/replay.py DUMP`` starts it: every rank takes its own window."""
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    return run_ranks(
+        _together, world_size=world_size, timeout_s=40, process_group=False, num_threads=None, env=env, dump=dump
+    )
+
+
+def _together(rank: int, world_size: int, dump: str) -> Replayed:
+    from ddp_nanguard.replay.run import main
+
+    for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", world_size)):
+        os.environ[name] = str(value)
+    return _captured(lambda: main([dump]))
+
+
+def _captured(run: Any) -> Replayed:
+    stdout = io.StringIO()
+    with contextlib.redirect_stdout(stdout):
+        try:
+            code = run()
+        except SystemExit as end:
+            code = end.code
+    text = stdout.getvalue()
+    return Replayed(int(code or 0), _last_json(text), text)
+
+
+def _last_json(text: str) -> dict[str, Any]:
+    """The last JSON object of the output, whether on one line or on many."""
+    with contextlib.suppress(json.JSONDecodeError):
+        return json.loads(text)  # type: ignore[no-any-return]  # checked by whoever reads it
+    for line in reversed(text.splitlines()):
+        with contextlib.suppress(json.JSONDecodeError):
+            return json.loads(line)  # type: ignore[no-any-return]  # likewise
+    return {}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,500 @@
+"""One training loop for all tests with ranks: any wrapper, accumulation, scaler, clipping, policy and planted fault.
+
+What it returns is bytes: digests of parameters, buffers, optimizer state and random states, taken without the guard's
+help, before every step and at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+from tests import models
+from tests.counting import Counts, counting
+from tests.faults import KIND_CODES, FadingSGD, Fault, addend
+
+WRAPPERS = ("plain", "ddp", "fsdp1", "fsdp2")
+STATE_PARAMETER = "blocks.0.conv.weight"
+STATE_BUFFER = "blocks.1.norm.running_mean"
+UPDATED_PARAMETER = "stem.weight"
+UPDATED_INDEX = 1  # of stem.weight among the parameters: gain comes first
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run.
+
+    Attributes:
+        wrapper: one of `WRAPPERS`, or ``hsdp``: FSDP2 on a 2 x 2 mesh.
+        num_steps: optimizer steps.
+        num_micro_batches: per step.
+        fault: what is planted, if anything.
+        scaler: train with a GradScaler.
+        clip: clip gradients by norm.
+        guarded: build a guard at all.
+        options: of the guard.
+        dump_dir: of the guard; None writes no dump.
+        use_orig_params: of FSDP1.
+        num_layers: train a `tests.models.Tower` of so many layers instead of `tests.models.OddNet`.
+        count_step: the step in which communication and host reads are counted.
+    """
+
+    wrapper: str
+    num_steps: int = 2
+    num_micro_batches: int = 1
+    fault: Fault | None = None
+    scaler: bool = False
+    clip: bool = False
+    guarded: bool = True
+    options: dict[str, Any] = field(default_factory=dict)
+    dump_dir: str | None = None
+    use_orig_params: bool = True
+    num_layers: int | None = None
+    count_step: int | None = None
+
+    @property
+    def half_reduce(self) -> bool:
+        return self.fault is not None and self.fault.place == "reduce"
+
+    @property
+    def fading(self) -> bool:
+        return self.fault is not None and self.fault.place == "update"
+
+    @property
+    def recipe(self) -> str:
+        if self.fading:
+            return "tests.models:fading_recipe"
+        if self.half_reduce and self.wrapper == "ddp":
+            return "tests.models:half_hook_recipe"
+        return "tests.models:recipe"
+
+
+@dataclass
+class Record:
+    """What one rank saw. Digests are hexadecimal, by clean name.
+
+    Attributes:
+        before: per step, the digests when its window opened.
+        window_state: copies of the local parameters and optimizer state when the window of the fault opened, by the
+            names they have in a dump.
+        random_states: per step and micro-batch, after the loader produced it and before the forward.
+        after: digests at the end.
+        losses: per micro-batch, by name, the bytes.
+        error: the text of the `NonFiniteError`, if one was raised.
+        report: its report as a dict.
+        counts: what was counted: ``step`` and, without its last micro-batch, ``no_sync``.
+        error_step: the step in which it was raised.
+        bad_gradients, bad_parameters: names of the non-finite ones at the end.
+    """
+
+    before: list[dict[str, str]] = field(default_factory=list)
+    window_state: dict[str, Tensor] = field(default_factory=dict)
+    random_states: list[list[str]] = field(default_factory=list)
+    after: dict[str, str] = field(default_factory=dict)
+    random_after: str = ""
+    losses: list[dict[str, str]] = field(default_factory=list)
+    error: str | None = None
+    report: dict[str, Any] | None = None
+    error_step: int | None = None
+    bad_gradients: list[str] = field(default_factory=list)
+    bad_parameters: list[str] = field(default_factory=list)
+    scaler_state: dict[str, Any] | None = None
+    counts: dict[str, Counts] = field(default_factory=dict)
+
+
+# -- building ----------------------------------------------------------------------------------------------------------
+
+
+def wrap(module: nn.Module, job: Job) -> nn.Module:
+    if job.wrapper == "plain":
+        return module
+    if job.wrapper == "ddp":
+        return wrap_ddp_with_half_hook(module) if job.half_reduce else DistributedDataParallel(module)
+    if job.wrapper == "fsdp1":
+        return _wrap_fsdp1(module, job)
+    return _wrap_fsdp2(module, job)
+
+
+def _wrap_fsdp1(module: nn.Module, job: Job) -> nn.Module:
+    precision = MixedPrecision(reduce_dtype=torch.float16) if job.half_reduce else None
+    return FullyShardedDataParallel(
+        module,
+        auto_wrap_policy=ModuleWrapPolicy({models.Residual}),
+        device_id=torch.device("cpu"),
+        use_orig_params=job.use_orig_params,
+        mixed_precision=precision,
+    )
+
+
+def _wrap_fsdp2(module: nn.Module, job: Job) -> nn.Module:
+    if job.wrapper == "hsdp":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float16) if job.half_reduce else MixedPrecisionPolicy()
+    for block in [block for block in module.modules() if isinstance(block, models.Residual)]:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    return fully_shard(module, mesh=mesh, mp_policy=policy)
+
+
+def wrap_ddp_with_half_hook(module: nn.Module) -> nn.Module:
+    """DDP that sums gradients in half precision before it divides."""
+    model = DistributedDataParallel(module)
+    model.register_comm_hook(None, sum_in_half)
+    return model
+
+
+def sum_in_half(state, bucket):  # type: ignore[no-untyped-def]  # torch compares the annotations as objects
+    compressed = bucket.buffer().to(torch.float16)
+    future = dist.all_reduce(compressed, async_op=True).get_future()
+    return future.then(lambda done: done.value()[0].to(torch.float32) / dist.get_world_size())
+
+
+def build_scaler(job: Job) -> torch.amp.GradScaler | None:
+    if not job.scaler:
+        return None
+    if job.wrapper == "fsdp1":
+        return ShardedGradScaler(device="cpu", init_scale=2.0**10)
+    return torch.amp.GradScaler("cpu", init_scale=2.0**10)
+
+
+def build_optimizer(model: nn.Module, job: Job, rank: int) -> torch.optim.Optimizer:
+    if not job.fading:
+        return models.build_optimizer(model.parameters())
+    assert job.fault is not None
+    optimizer = FadingSGD(model.parameters(), target=UPDATED_INDEX)
+    if job.fault.rank == rank:
+        optimizer.param_groups[0]["fuel"] = job.fault.step + 1.0
+    return optimizer
+
+
+def build_guard(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, job: Job) -> Any:
+    from ddp_nanguard import NanGuard
+
+    options: dict[str, Any] = {"dump_dir": job.dump_dir, "timeout_s": 10.0, **job.options}
+    if scaler is not None:
+        options["scaler"] = scaler
+    return NanGuard(model, optimizer, replay=job.recipe, **options)
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+
+
+class Loader:
+    """Micro-batches that depend on the rank and their position only; never on the global random state."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        self.job = job
+        self.rank = rank
+
+    def __len__(self) -> int:
+        return self.job.num_steps * self.job.num_micro_batches
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for position in range(len(self)):
+            yield self.micro_batch(*divmod(position, self.job.num_micro_batches))
+
+    def micro_batch(self, step: int, index: int) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(10_000 * self.rank + 100 * step + index)
+        batch = {
+            "image": torch.randn(models.BATCH_SIZE, *models.IMAGE_SHAPE, generator=generator),
+            "label": torch.randint(models.NUM_CLASSES, (models.BATCH_SIZE,), generator=generator),
+            "fault": torch.zeros(len(models.PLACES), dtype=torch.int64),
+            "weight": 1.0 / self.job.num_micro_batches,
+            "id": f"rank {self.rank} step {step} micro-batch {index}",
+        }
+        fault = self.job.fault
+        if fault is not None and fault.hits(self.rank, step, index):
+            _plant_in_batch(batch, fault)
+        return batch
+
+
+def _plant_in_batch(batch: dict[str, Any], fault: Fault) -> None:
+    code = KIND_CODES[fault.kind]
+    if fault.place in models.PLACES:
+        batch["fault"][models.PLACES.index(fault.place)] = code
+    elif fault.place == "reduce":
+        batch["fault"][models.PLACES.index("weight.backward")] = KIND_CODES["huge"]
+    elif fault.place == "input":
+        batch["image"][1, 0, 2, 3] += addend(torch.tensor(code))
+
+
+# -- faults of the state -----------------------------------------------------------------------------------------------
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    return getattr(tensor, "_local_tensor", tensor).detach()
+
+
+def clean(name: str) -> str:
+    """The name without what the wrappers of these tests put into it."""
+    return name.replace("_fsdp_wrapped_module.", "").removeprefix("module.")
+
+
+def _plant_in_state(model: nn.Module, optimizer: torch.optim.Optimizer, fault: Fault) -> None:
+    if fault.place == "parameter":
+        _spoil(dict(_named(model.named_parameters()))[STATE_PARAMETER], fault)
+    elif fault.place == "buffer":
+        _spoil(dict(_named(model.named_buffers()))[STATE_BUFFER], fault)
+    elif fault.place == "optimizer_state":
+        _spoil(optimizer.state[dict(_named(model.named_parameters()))[STATE_PARAMETER]]["momentum_buffer"], fault)
+    elif fault.place == "lr":
+        warmup_steps = 0.0  # a warm-up of no steps: 0/0
+        optimizer.param_groups[0]["lr"] = float(numpy.float64(0.0) * numpy.divide(0.0, warmup_steps))
+
+
+def _named(pairs: Any) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in pairs:
+        yield clean(name), tensor
+
+
+def _spoil(tensor: Tensor, fault: Fault) -> None:
+    local = local_of(tensor)
+    assert local.numel(), "the rank holds nothing of what is to be spoiled"
+    local.view(-1)[0] += addend(torch.tensor(KIND_CODES[fault.kind]))
+
+
+def _restore_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """The optimizer as loaded from a checkpoint: every parameter has its momentum."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+
+def digest(tensor: Tensor) -> str:
+    """Hash of dtype, shape and bytes of the local tensor."""
+    local = local_of(tensor).contiguous()
+    data = local.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return hashlib.blake2b(f"{local.dtype}{tuple(local.shape)}".encode() + data, digest_size=12).hexdigest()
+
+
+def digests(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, str]:
+    found = {f"parameter {name}": digest(tensor) for name, tensor in _named(model.named_parameters())}
+    found |= {f"buffer {name}": digest(tensor) for name, tensor in _named(model.named_buffers())}
+    if optimizer is not None:
+        names = {id(tensor): name for name, tensor in _named(model.named_parameters())}
+        for parameter, state in optimizer.state.items():
+            found |= {f"state {names[id(parameter)]}.{key}": _digest_any(value) for key, value in state.items()}
+    return found
+
+
+def copies(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Local parameters and optimizer state tensors, copied, by the names they have in a dump."""
+    names = {id(tensor): name for name, tensor in _named(model.named_parameters())}
+    found = {f"model.{name}": local_of(tensor).clone() for name, tensor in _named(model.named_parameters())}
+    for parameter, state in optimizer.state.items():
+        tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        found |= {f"optim.0.{names[id(parameter)]}.{key}": local_of(value).clone() for key, value in tensors.items()}
+    return found
+
+
+def _digest_any(value: Any) -> str:
+    return digest(value) if isinstance(value, Tensor) else repr(value)
+
+
+def random_digest() -> str:
+    """Hash of the random states of python, numpy and torch as they are now."""
+    return digest_of_random(random.getstate(), numpy.random.get_state(legacy=False), torch.get_rng_state())
+
+
+def digest_of_random(python: Any, numpy_state: Any, torch_state: Tensor) -> str:
+    version, internal, gauss = python
+    keys = numpy.asarray(numpy_state["state"]["key"], dtype=numpy.uint32)
+    numbers = (
+        numpy_state["bit_generator"],
+        numpy_state["state"]["pos"],
+        numpy_state["has_gauss"],
+        numpy_state["gauss"],
+    )
+    text = repr((version, list(internal), gauss, keys.tobytes(), numbers))
+    return hashlib.blake2b(text.encode() + torch_state.numpy().tobytes(), digest_size=12).hexdigest()
+
+
+def seed(rank: int) -> None:
+    random.seed(100 + rank)
+    numpy.random.seed(200 + rank)
+    torch.manual_seed(300 + rank)
+
+
+# -- the loop ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """The objects of one run, for tests that look at them."""
+
+    job: Job
+    rank: int
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: Any
+    guard: Any
+    record: Record = field(default_factory=Record)
+    copies: list[dict[str, Tensor]] = field(default_factory=list)
+
+    def close(self) -> None:
+        if self.guard is not None:
+            self.guard.close()
+
+
+def build(job: Job, rank: int) -> Run:
+    seed(rank)
+    model = wrap(models.build_model(job.num_layers), job)
+    optimizer = build_optimizer(model, job, rank)
+    if job.fault is not None and job.fault.place == "optimizer_state":
+        _restore_momentum(optimizer)
+    scaler = build_scaler(job)
+    guard = build_guard(model, optimizer, scaler, job) if job.guarded else None
+    return Run(job, rank, model, optimizer, scaler, guard)
+
+
+def train(job: Job, rank: int) -> Record:
+    """Builds, trains, closes."""
+    run = build(job, rank)
+    train_steps(run)
+    _end_record(run)
+    try:
+        run.close()
+    finally:
+        with contextlib.suppress(AttributeError):
+            del run.guard
+    return run.record
+
+
+def train_steps(run: Run) -> None:
+    """The steps of the job; a `NonFiniteError` ends them and is recorded."""
+    if run.guard is None:
+        _steps(run, Loader(run.job, run.rank))
+        return
+    from ddp_nanguard import NonFiniteError
+
+    try:
+        _steps(run, run.guard.steps(Loader(run.job, run.rank)))
+    except NonFiniteError as error:
+        run.record.error = str(error)
+        run.record.report = error.report.to_dict()
+        run.record.error_step = len(run.record.before) - 1
+
+
+def _steps(run: Run, loader: Any) -> None:
+    batches = iter(loader)
+    for step in range(run.job.num_steps):
+        with _counted(run, step, "step"):
+            with _counted(run, step, "no_sync"):
+                for index in range(run.job.num_micro_batches - 1):
+                    _micro_batch(run, next(batches), step, index)
+            _micro_batch(run, next(batches), step, run.job.num_micro_batches - 1)
+            _update(run)
+    assert next(batches, None) is None
+
+
+@contextlib.contextmanager
+def _counted(run: Run, step: int, name: str) -> Iterator[None]:
+    if step != run.job.count_step:
+        yield
+        return
+    with counting() as counts:
+        yield
+    run.record.counts[name] = counts
+
+
+def _micro_batch(run: Run, batch: dict[str, Any], step: int, index: int) -> None:
+    if index == 0:
+        _open_window(run, step)
+    run.record.random_states[-1].append(random_digest())
+    with _reduction(run.model, enabled=index == run.job.num_micro_batches - 1):
+        _forward_backward(run, batch)
+
+
+def _open_window(run: Run, step: int) -> None:
+    fault = run.job.fault
+    if fault is not None and fault.begins(run.rank, step):
+        _plant_in_state(run.model, run.optimizer, fault)
+    run.record.before.append(digests(run.model, run.optimizer))
+    run.copies.append(copies(run.model, run.optimizer))
+    run.record.random_states.append([])
+
+
+def _forward_backward(run: Run, batch: dict[str, Any]) -> None:
+    losses = models.train_step(run.guard or run.model, batch)
+    if run.guard is not None:
+        run.guard.watch(loss=losses)
+    run.record.losses.append({name: digest(loss) for name, loss in losses.items()})
+    total = sum(losses.values())
+    assert isinstance(total, Tensor)
+    (total if run.scaler is None else run.scaler.scale(total)).backward()
+
+
+def _update(run: Run) -> None:
+    if run.job.clip:
+        if run.scaler is not None:
+            run.scaler.unscale_(run.optimizer)
+        _clip(run.model)
+    if run.scaler is None:
+        run.optimizer.step()
+    else:
+        run.scaler.step(run.optimizer)
+        run.scaler.update()
+    run.optimizer.zero_grad()
+
+
+def _clip(model: nn.Module) -> None:
+    if isinstance(model, FullyShardedDataParallel):
+        model.clip_grad_norm_(1.0)
+    else:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+@contextlib.contextmanager
+def _reduction(model: nn.Module, enabled: bool) -> Iterator[None]:
+    """Gradient communication on, or off for all but the last micro-batch of a step."""
+    if isinstance(model, (DistributedDataParallel, FullyShardedDataParallel)) and not enabled:
+        with model.no_sync():
+            yield
+        return
+    if hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(enabled)
+    yield
+
+
+def _end_record(run: Run) -> None:
+    run.record.after = digests(run.model, run.optimizer)
+    run.record.random_after = random_digest()
+    parameters = list(_named(run.model.named_parameters()))
+    run.record.bad_parameters = [name for name, parameter in parameters if _is_bad(parameter)]
+    run.record.bad_gradients = [name for name, parameter in parameters if _is_bad(parameter.grad)]
+    if run.scaler is not None:
+        run.record.scaler_state = run.scaler.state_dict()
+    if run.job.fault is not None and run.record.error is not None:
+        run.record.window_state = run.copies[run.job.fault.step]
+
+
+def _is_bad(tensor: Tensor | None) -> bool:
+    return tensor is not None and not bool(local_of(tensor).isfinite().all())
+
+
+def run_jobs(rank: int, world_size: int, jobs: list[Job]) -> list[Record]:
+    """Body for `run_ranks`: jobs one after the other in the same processes, each with a fresh model and guard."""
+    return [train(job, rank) for job in jobs]
+
+
+def with_options(job: Job, **options: Any) -> Job:
+    return dataclasses.replace(job, options={**job.options, **options})
