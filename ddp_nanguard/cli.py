@@ -40,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_list(commands)
     _add_show(commands)
+    _add_replay(commands)
     return parser
 
 
@@ -57,6 +58,32 @@ def _add_show(commands: Commands) -> None:
     parser.add_argument("dump", nargs="+", metavar="DUMP", help="a dump, or its parts on several nodes")
     parser.add_argument("--json", action="store_true", help="the report as JSON")
     parser.set_defaults(command=run_show)
+
+
+def _add_replay(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "replay",
+        help="run one rank's step again, alone in this process",
+        description="Exit codes: 0 same, 3 elsewhere, 4 not reproduced, 5 cannot, 2 wrong usage. "
+        "For all ranks: torchrun --nproc-per-node N launch/replay.py DUMP",
+    )
+    parser.add_argument("dump", nargs="+", metavar="DUMP", help="a dump, or its parts on several nodes")
+    parser.add_argument("--rank", type=int, help="default: the rank where the fault began")
+    parser.add_argument("--recipe", metavar="MODULE:FUNCTION", help="default: the one that the dump names")
+    parser.add_argument("--device", help="default: a GPU if there is one")
+    parser.add_argument("--json", action="store_true", help="the outcome as JSON")
+    parser.set_defaults(command=run_replay)
+
+
+def run_replay(options: argparse.Namespace) -> int:
+    """``ddp-nanguard replay DUMP [--rank R]``."""
+    from .replay.outcome import EXIT_CODES
+    from .replay.run import replay_alone
+    from .report.outcome_text import outcome_text
+
+    result = replay_alone(options.dump, options.rank, options.recipe, options.device)
+    print(json.dumps(result.to_dict()) if options.json else outcome_text(result), end="\n" if options.json else "")
+    return EXIT_CODES[result.outcome]
 
 
 def run_list(options: argparse.Namespace) -> int:

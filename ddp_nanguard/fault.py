@@ -7,11 +7,11 @@ verdict is the same everywhere.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from .blame import Finding, LossNote, StepView, habitual_layers, local_sites
+from .blame import Finding, LossNote, RankedSite, StepView, habitual_layers, local_sites
 from .board import Reading, Region, is_clean
 from .parts import Parts
 from .probes.backward import GradientHook
@@ -51,6 +51,8 @@ class LocalView:
     gradients_bad_now: bool
     gradients_bad_seen: bool
     loss_bad: bool
+    sites: list[RankedSite] = field(default_factory=list)
+    habitual: frozenset[str] = frozenset()
 
 
 def look(parts: Parts) -> LocalView:
@@ -72,9 +74,10 @@ def report_of(parts: Parts, view: LocalView, step: int, cause: str) -> FaultRepo
 
     Collective: those of `Peers.share`, on the fault group. Where peers do not answer the report is this rank's own and says so.
     """
-    sites = local_sites(step_view(parts, view, step))
-    reduced_bad = any(ranked.site.phase is Phase.REDUCE for ranked in sites)
-    local = LocalFault(sites, view.damage.names(), reduced_bad)
+    blame = step_view(parts, view, step)
+    view.sites, view.habitual = local_sites(blame), blame.habitual
+    reduced_bad = any(ranked.site.phase is Phase.REDUCE for ranked in view.sites)
+    local = LocalFault(view.sites, view.damage.names(), reduced_bad)
     notes: list[str] = []
     try:
         shared = (parts.peers.alone() if parts.peers.lost else parts.peers).share(local, step)
@@ -229,7 +232,7 @@ def _batch_findings(micro_batches: list[MicroBatch]) -> list[Finding]:
 def step_view(parts: Parts, view: LocalView, step: int) -> StepView:
     """What blame is read from."""
     parts.window.note_modified()
-    habitual = [habitual_layers(past.readings()) for past in parts.board.past()]
+    habitual = [parts.known_habitual, *(habitual_layers(past.readings()) for past in parts.board.past())]
     return StepView(
         rank=parts.peers.rank,
         step=step,

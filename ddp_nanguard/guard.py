@@ -166,7 +166,7 @@ class NanGuard:
         if not torch.is_grad_enabled():
             parts.disarm()
             return
-        parts.arm()
+        root_hook_missed = parts.arm() and parts.wrapper.root is parts.wrapper.model
         parts.forward.begin_root()
         parts.backward.reset()
         self._activity = True
@@ -175,6 +175,8 @@ class NanGuard:
         if self._first_window:
             self._first_window = False
             parts.see_initial_state()
+        if root_hook_missed:  # hooks put on a module from one of its own hooks begin with its next call
+            parts.forward.before("", args, kwargs)
 
     def _needs_micro_batch(self) -> bool:
         parts = self._parts
@@ -202,7 +204,9 @@ class NanGuard:
         self._activity = True
         if not parts.wrapper.will_reduce():
             parts.gradient.cover()
-        elif "reduce" in self._config.watch:
+            return
+        parts.reduced_in.add(parts.gradient.micro_batch)
+        if "reduce" in self._config.watch:
             parts.gradient.see_reduced()
 
     def _before_update(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -213,6 +217,12 @@ class NanGuard:
         go_on = self._judge()
         self._judged.add(id(optimizer))
         return go_on
+
+    def _keep_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """``keep_previous``: what the update is about to use, clipped and unscaled as it is by now."""
+        parts = self._parts
+        if parts.previous is not None and self._go_on:
+            parts.previous.keep_gradients(dict(parts.state.named_parameters_of(optimizer)))
 
     def _judge(self) -> bool:
         """7. The verdict of all ranks."""
@@ -240,6 +250,7 @@ class NanGuard:
         parts.window.clear()
         parts.forward.forget_window()
         parts.gradient.forget_window()
+        parts.reduced_in = set()
         parts.backward.ran = False
 
     def _known_to_host(self) -> Severity:
@@ -260,6 +271,7 @@ class NanGuard:
         parts.backward.on_end = self._after_backward
         parts.forward.on_root = self._before_root
         self._handles.append(parts.wrapper.model.register_forward_pre_hook(_Entry(self), with_kwargs=True))
+        parts.arm()  # after the entry hook, which on a plain module has to run before the root's own
         for optimizer in parts.optimizers:
             self._handles.append(optimizer.register_step_pre_hook(_StepPre(self)))
             self._handles.append(optimizer.register_step_post_hook(_StepPost(self)))
@@ -356,11 +368,15 @@ class _StepPre(Hook):
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         guard = self.target()
-        if guard is None or guard._is_inside_scaler():
+        if guard is None:
+            return None
+        if guard._is_inside_scaler():
+            guard._keep_gradients(optimizer)
             return None
         closure, given = _closure_of(args, kwargs)
         if closure is None:
             guard._before_update(optimizer)
+            guard._keep_gradients(optimizer)
             return None
         wrapped = _JudgedClosure(guard, optimizer, closure)
         return ((wrapped, *args[1:]), kwargs) if given == "args" else (args, {**kwargs, "closure": wrapped})
@@ -384,6 +400,7 @@ class _JudgedClosure:
         guard = self._guard()
         if guard is not None:
             guard._before_update(self._optimizer)
+            guard._keep_gradients(self._optimizer)
         return result
 
 

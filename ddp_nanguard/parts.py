@@ -53,6 +53,8 @@ class Parts:
     module_names: frozenset[str]
     named_buffers: Callable[[], list[tuple[str, Tensor]]]
     registered: dict[str, Any] = field(default_factory=dict)
+    known_habitual: frozenset[str] = frozenset()
+    reduced_in: set[int] = field(default_factory=set)
     armed: bool = False
     saw_initial_buffers: bool = False
 
@@ -81,15 +83,16 @@ class Parts:
 
     # -- probes on and off ---------------------------------------------------------------------------------------------
 
-    def arm(self) -> None:
-        """Hooks on."""
+    def arm(self) -> bool:
+        """Hooks on; whether they were off."""
         if self.armed:
-            return
+            return False
         self.armed = True
         if {"forward", "backward"} & set(self.config.watch):
             self.forward.arm()
         if self.local_gradients is not None:
             self.local_gradients.arm()
+        return True
 
     def disarm(self) -> None:
         """Hooks off: a forward without grad mode is left alone."""

@@ -7,6 +7,7 @@ import threading
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from .blame import local_sites
 from .dump.write import write_dump
@@ -29,6 +30,7 @@ class FaultPolicy:
         num_overflows: steps that a scaler has skipped so far.
         num_skips: steps that ``skip`` has skipped so far.
         num_warned: faults that ``warn`` has let through, by phase and layer.
+        last_view: what this rank saw of the last fault.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -36,6 +38,7 @@ class FaultPolicy:
         self.num_overflows = 0
         self.num_skips = 0
         self.num_warned: dict[tuple[str, str | None], int] = {}
+        self.last_view: LocalView | None = None
         self._overflows_in_a_row = 0
         self._told_of_scaler = False
         self._busy = threading.Lock()
@@ -84,7 +87,7 @@ class FaultPolicy:
     # -- faults ----------------------------------------------------------------------------------------------------------------
 
     def _fault(self, severity: Severity, step: int, cause: str) -> bool:
-        view = look(self.parts)
+        view = self.last_view = look(self.parts)
         if not cause:
             severity = self._confirmed(severity, view)
         if severity is Severity.CLEAN:
@@ -150,10 +153,12 @@ class FaultPolicy:
     def _stop(self, report: FaultReport, view: LocalView) -> bool:
         parts = self.parts
         window = parts.window.micro_batches
+        gradients: dict[str, tuple[Tensor, Tensor]] = {}
         if parts.previous is not None and _is_bad_update(report) and parts.previous.step == report.step:
             report = self._put_back(report)
             window = parts.previous.window
-        report = self._dumped(report, view, window)
+            gradients = parts.previous.gradients
+        report = self._dumped(report, view, window, gradients)
         parts.board.discard()
         raise NonFiniteError(error_text(report), report)
 
@@ -167,11 +172,17 @@ class FaultPolicy:
         note = f"the update of step {report.step} made {names} non-finite; weights and optimizer state were put back to before it"
         return replace(report, state=(), notes=(*report.notes, note))
 
-    def _dumped(self, report: FaultReport, view: LocalView, window: list[MicroBatch]) -> FaultReport:
+    def _dumped(
+        self,
+        report: FaultReport,
+        view: LocalView,
+        window: list[MicroBatch],
+        gradients: dict[str, tuple[Tensor, Tensor]] | None = None,
+    ) -> FaultReport:
         if self.parts.config.dump_dir is None:
             return report
         group = None if self.parts.peers.lost else self.parts.peers.fault_group
-        result = write_dump(dump_request(self.parts, report, view, window, group))
+        result = write_dump(dump_request(self.parts, report, view, window, group, gradients or {}))
         notes = [f"dump: {problem}" for problem in result.problems]
         if result.replicas_disagree:
             notes.append(f"replicas disagree: {', '.join(result.replicas_disagree[:4])}")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from .fault import LocalView, labelled_slots, unchecked
 from .parts import Parts
 from .pieces import Piece
 from .probes.gradient import GradientNote
-from .site import FaultReport, json_safe
+from .site import MAX_SITES, FaultReport, json_safe
 from .window import MicroBatch
 
 
@@ -30,9 +31,17 @@ def dump_request(
     view: LocalView,
     window: list[MicroBatch],
     group: dist.ProcessGroup | None,
+    gradients: dict[str, tuple[Tensor, Tensor]],
 ) -> DumpRequest:
-    """Everything of this rank that replay needs. Host sync: many; fault path only."""
+    """Everything of this rank that replay needs. Host sync: many; fault path only.
+
+    Args:
+        gradients: parameter and gradient by name, for the replay of an update; empty otherwise.
+    """
     state, special = _state(parts)
+    for name, (parameter, gradient) in gradients.items():
+        cut = partial(parts.wrapper.pieces, "grad.", name, parameter, gradient)
+        _add(state, special, f"grad.{name}", gradient, cut)
     for micro_batch in window:
         micro_batch.scaler = parts.scaler.state() if parts.scaler is not None else None
     return DumpRequest(
@@ -72,7 +81,7 @@ def _state(parts: Parts) -> tuple[list[Piece], dict[str, Tensor]]:
     special: dict[str, Tensor] = {}
     if parts.config.dump_weights:
         for name, parameter in parts.wrapper.named_parameters():
-            _add(pieces, special, f"model.{name}", parameter, lambda n=name, p=parameter: parts.wrapper.pieces("model.", n, p, p))
+            _add(pieces, special, f"model.{name}", parameter, partial(parts.wrapper.pieces, "model.", name, parameter, parameter))
     if parts.config.dump_optimizer:
         for index, optimizer in enumerate(parts.optimizers):
             for name, parameter in parts.state.named_parameters_of(optimizer):
@@ -100,7 +109,7 @@ def _add_state(
     _add(pieces, special, f"{prefix}{name}{suffix}", value, cut)
 
 
-def _add(pieces: list[Piece], special: dict[str, Tensor], name: str, tensor: Tensor, cut: Any) -> None:
+def _add(pieces: list[Piece], special: dict[str, Tensor], name: str, tensor: Tensor, cut: Callable[[], list[Piece]]) -> None:
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         special[name] = tensor.detach()
         return
@@ -164,7 +173,11 @@ def _evidence(parts: Parts, view: LocalView, report: FaultReport) -> dict[str, A
     return {
         "rank": parts.peers.rank,
         "step": report.step,
-        "sites": [site.to_dict() for site in report.sites if site.rank == parts.peers.rank],
+        "sites": [ranked.site.to_dict() for ranked in view.sites[:MAX_SITES]],
+        "habitual": sorted(view.habitual),
+        "reduced_in": sorted(parts.reduced_in),
+        "in_eval": [name for name, module in parts.wrapper.named_modules() if not module.training],
+        "frozen": [name for name, p in parts.wrapper.named_parameters() if not p.requires_grad],
         "damaged": view.damage.names(),
         "unchecked": unchecked(parts),
         "host": socket.gethostname(),

@@ -80,17 +80,18 @@ class Peers:
         self.lost = False
         self.fault_group: dist.ProcessGroup | None = None
         if self.connected:
-            self.fault_group = dist.new_group(self.ranks, backend="gloo", use_local_synchronization=True)
+            self.fault_group = _fault_group(tuple(self.ranks))
 
     @property
     def index(self) -> int:
         """Position of this rank among those that step together."""
         return self.ranks.index(self.rank)
 
-    def bound_waiting(self) -> None:
+    def bound_waiting(self, timeout_s: float | None = None) -> None:
         """From now on waiting for peers on the fault group ends after ``timeout_s``."""
         if self.fault_group is not None:
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout_s), self.fault_group)
+            limit = timedelta(seconds=self.timeout_s if timeout_s is None else timeout_s)
+            dist.distributed_c10d._set_pg_timeout(limit, self.fault_group)
 
     def verdict(self, severity: Tensor) -> Severity:
         """The largest severity over all ranks.
@@ -227,10 +228,24 @@ class Peers:
         return True
 
     def close(self) -> None:
-        """Give the fault group up."""
-        if self.fault_group is not None and dist.is_initialized():
-            dist.destroy_process_group(self.fault_group)
+        """Give the fault group up; it stays for the next guard over the same ranks."""
         self.fault_group = None
+
+
+_groups: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+
+
+def _fault_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """One gloo group per set of ranks and life of the default group.
+
+    A group that only its members create is named after its ranks: made a second time it would meet the first one's addresses in the store.
+    """
+    world, group = _groups.get(ranks, (None, None))
+    if group is None or world is not dist.group.WORLD:
+        group = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+        assert dist.group.WORLD is not None
+        _groups[ranks] = (dist.group.WORLD, group)
+    return group
 
 
 def _verdict_device(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:

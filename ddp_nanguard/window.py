@@ -103,13 +103,14 @@ class Window:
 class Previous:
     """A copy of weights, optimizer state and window from before the last update (``keep_previous``).
 
-    Memory: as much as the parameters and the optimizer state of this rank, and one more window.
+    Memory: as much as the parameters, the gradients and the optimizer state of this rank, and one more window.
     """
 
     def __init__(self) -> None:
         self.step = -1
         self.window: list[MicroBatch] = []
         self.buffers: dict[str, Tensor] = {}
+        self.gradients: dict[str, tuple[Tensor, Tensor]] = {}
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
         self._plain: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._state: list[tuple[torch.optim.Optimizer, dict[Any, dict[str, Any]]]] = []
@@ -125,10 +126,17 @@ class Previous:
         """Copy everything that the coming update can change. Host sync: none."""
         self.step = step
         self.window = window.micro_batches
+        self.gradients = {}
         self.buffers = {name: buffer.clone() for name, buffer in window.buffers().items()}
         self._tensors = {id(tensor): (tensor, tensor.detach().clone()) for tensor in tensors}
         self._state = [(optimizer, _cloned_state(optimizer)) for optimizer in optimizers]
         self._plain = [(g, {k: v for k, v in g.items() if k != "params"}) for o in optimizers for g in o.param_groups]
+
+    def keep_gradients(self, named: Mapping[str, Tensor]) -> None:
+        """Copy the gradients that the update is about to use. Host sync: none."""
+        for name, parameter in named.items():
+            if parameter.grad is not None:
+                self.gradients[name] = (parameter, parameter.grad.detach().clone())
 
     @torch.no_grad()
     def restore(self) -> None:

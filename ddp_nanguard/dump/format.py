@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -178,6 +179,19 @@ def list_file(root: Path, path: str) -> FileEntry:
     return FileEntry(path, size_bytes, digest.hexdigest())
 
 
+@contextlib.contextmanager
+def well_formed(path: Path) -> Iterator[None]:
+    """Turns what goes wrong while a file's content is used into a `DumpError` that names the file."""
+    try:
+        yield
+    except DumpError:
+        raise
+    except Exception as error:  # whatever a damaged file brings about
+        line = (str(error).splitlines() or [""])[0]
+        cause = f"{type(error).__name__}: {line}"
+        raise DumpError(f"{path} is damaged ({cause}); copy the dump again from where it was written") from error
+
+
 # JSON and text
 
 
@@ -227,8 +241,12 @@ def write_arrays(root: Path, path: str, arrays: Mapping[str, np.ndarray[Any, Any
 
 
 def read_arrays(root: Path, path: str) -> dict[str, np.ndarray[Any, Any]]:
-    """Reads an npz file, without pickle."""
-    with np.load(root / path, allow_pickle=False) as archive:
+    """Reads an npz file, without pickle.
+
+    Raises:
+        DumpError: it is damaged, or asks for pickle.
+    """
+    with well_formed(root / path), np.load(root / path, allow_pickle=False) as archive:
         return {name: archive[name] for name in archive.files}
 
 
@@ -306,7 +324,8 @@ def host_blocks(tensor: torch.Tensor, limit_bytes: int = COPY_BYTES) -> Iterator
         return
     for part in bounded_parts(tensor.shape, tensor.itemsize, limit_bytes):
         block = tensor[part].detach().cpu().contiguous()
-        yield block.reshape(-1).view(torch.uint8).numpy().data
+        # not reshape, which leaves a single element any stride it had
+        yield block.as_strided((block.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def write_tensors(

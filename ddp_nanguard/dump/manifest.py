@@ -25,6 +25,7 @@ from .format import (
     FileEntry,
     dtype_name,
     dtype_of,
+    host_blocks,
     list_file,
     rank_name,
     ranks_in,
@@ -142,7 +143,7 @@ def _plain_state(value: Any) -> dict[str, Any]:
 
 
 def _inline(tensor: torch.Tensor) -> dict[str, Any]:
-    data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    data = b"".join(host_blocks(tensor))
     return {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "base64": base64.b64encode(data).decode()}
 
 

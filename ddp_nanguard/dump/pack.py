@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from ddp_nanguard.errors import DumpError
+
 from .format import dtype_name, dtype_of, restored, storable
 
 TAG = "$"
@@ -96,6 +98,9 @@ def unpack(
         types: builders of batch classes. A mapping or sequence class is called with a dict or list of its items, any
             other with its fields as keywords. Without a builder the value is an `Unbuilt`.
         device: where tensors go that were on an accelerator; None leaves them where they are.
+
+    Raises:
+        DumpError: the structure is malformed, or a builder refuses its fields.
     """
     return _Unpacker(tensors, types or {}, device).unpack(structure)
 
@@ -363,7 +368,19 @@ class _Unpacker:
             return node
         if TAG not in node:
             return {key: self.unpack(item) for key, item in node.items()}
-        return getattr(self, f"_unpack_{node[TAG]}")(node)
+        unpack_kind = getattr(self, f"_unpack_{node[TAG]}", None)
+        if unpack_kind is None:
+            raise DumpError(f"a value of kind {node[TAG]!r} cannot be unpacked; upgrade ddp-nanguard")
+        try:
+            return unpack_kind(node)
+        except DumpError:
+            raise
+        except Exception as error:  # a damaged file can hold anything, and so can a builder of the user
+            what = node.get("type") or f"a value of kind {node[TAG]!r}"
+            line = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise DumpError(
+                f"{what} cannot be unpacked ({line}); see Recipe.batch_types, or copy the dump again"
+            ) from error
 
     def _builder(self, type_name: str) -> Callable[..., Any] | None:
         return self._types.get(type_name) or self._types.get(type_name.rpartition(".")[2])
@@ -497,11 +514,11 @@ class _Unpacker:
         if layout == "coo":
             indices = parts_by_name["indices"]
             return torch.sparse_coo_tensor(
-                indices, values, shape, is_coalesced=node["coalesced"], check_invariants=False
+                indices, values, shape, is_coalesced=node["coalesced"], check_invariants=True
             )
         compressed, plain = parts_by_name["compressed"], parts_by_name["plain"]
         kind = getattr(torch, layout)
-        return torch.sparse_compressed_tensor(compressed, plain, values, shape, layout=kind, check_invariants=False)
+        return torch.sparse_compressed_tensor(compressed, plain, values, shape, layout=kind, check_invariants=True)
 
     def _dense(self, node: dict[str, Any]) -> torch.Tensor:
         stored = restored(self._tensors[node["key"]], dtype_of(node["dtype"]))

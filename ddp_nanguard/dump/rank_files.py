@@ -42,18 +42,41 @@ RESERVE_BYTES = 2**20
 
 
 class Problems:
-    """What went wrong on this rank, one line each. Nothing that a disk or a batch does ends the fault path."""
+    """What went wrong on this rank. Nothing that a disk or a batch does ends the fault path.
+
+    Attributes:
+        lines: for the log; a disk that is full is said once, however many files did not fit.
+        details: one line per file.
+    """
 
     def __init__(self) -> None:
         self.lines: list[str] = []
+        self.details: list[str] = []
+        self._full = False
+
+    def add_lack(self, line: str) -> None:
+        """Notes that something was left out for lack of space."""
+        self.lines.append(line)
+        self.details.append(line)
+        self._full = True
 
     def guard(self, what: str, act: Callable[[], T]) -> T | None:
         """The result of ``act``; None, and a line that begins with ``what``, if it fails."""
         try:
             return act()
         except Exception as error:  # a batch may hold anything, and the stop must still happen
-            self.lines.append(f"{what}: {reason(error)}")
+            self.note(what, error)
             return None
+
+    def note(self, what: str, error: BaseException) -> None:
+        """Adds a line about an error."""
+        self.details.append(f"{what}: {reason(error)}")
+        full = isinstance(error, OSError) and error.errno in _FULL
+        if not full or not self._full:
+            self.lines.append(
+                f"dump incomplete: {reason(error)}" if full and what.endswith("written") else self.details[-1]
+            )
+        self._full = self._full or full
 
 
 def reason(error: BaseException) -> str:
@@ -145,7 +168,7 @@ class RankFiles:
             "run_id": request.run_id,
             "shard_index": request.shard_index,
             "replica_index": request.replica_index,
-            "problems": self._problems.lines,
+            "problems": self._problems.details,
             "files": [entry.to_dict() for entry in self.entries.values()],
             "tensors": {piece.name: _tensor_entry(piece) for piece in request.state},
         }

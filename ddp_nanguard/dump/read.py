@@ -44,6 +44,7 @@ from .format import (
     read_json,
     read_tensors,
     restored,
+    well_formed,
 )
 from .manifest import read_plain_state
 from .pack import Types, unpack
@@ -111,7 +112,8 @@ def open_dump(path: Paths, *, verify: bool = True) -> Dump:
         raise DumpError("no dump given; see: ddp-nanguard list DIR")
     manifests = [_checked_manifest(part) for part in paths]
     _same_dump(paths, manifests)
-    dump = Dump(paths, manifests[0])
+    with well_formed(paths[0] / MANIFEST):
+        dump = Dump(paths, manifests[0])
     if verify:
         dump.verify()
     return dump
@@ -166,8 +168,9 @@ class Dump:
             listed = {entry["path"]: entry for entry in read_json(path, MANIFEST)["files"]}
             for rank in ranks_in(path):
                 listed |= {entry["path"]: entry for entry in self._listings[rank]["files"] if self._is_at(path, rank)}
-            for entry in listed.values():
-                _verify_file(path, entry)
+            with well_formed(path / MANIFEST):
+                for entry in listed.values():
+                    _verify_file(path, entry)
 
     def _is_at(self, path: Path, rank: int) -> bool:
         return self._rank_paths[rank].parent == path
@@ -175,6 +178,7 @@ class Dump:
     def _listing(self, rank: int) -> dict[str, Any]:
         listing: dict[str, Any] = read_json(self._rank_paths[rank], FILES_JSON)
         _check_schema(self._rank_paths[rank] / FILES_JSON, listing)
+        _require(self._rank_paths[rank] / FILES_JSON, listing, {"files": list, "tensors": dict, "problems": list})
         return listing
 
     # one rank
@@ -216,7 +220,8 @@ class Dump:
             device: where tensors go that were on an accelerator; None: the CPU.
         """
         items: list[dict[str, Any]] = self._window(rank, "micro_batches", types, device)
-        return [MicroBatch(**{**item, "random_state": RandomState(**item["random_state"])}) for item in items]
+        with well_formed(self._rank(rank) / f"{WINDOW}.json"):
+            return [MicroBatch(**{**item, "random_state": RandomState(**item["random_state"])}) for item in items]
 
     def buffers(self, rank: int) -> dict[str, torch.Tensor]:
         """A rank's buffers from before the step, on the CPU."""
@@ -231,13 +236,15 @@ class Dump:
     def _window(self, rank: int, key: str, types: Types | None = None, device: torch.device | None = None) -> Any:
         tensors = self._rank_file(rank, f"{WINDOW}.safetensors")
         self._rank_file(rank, f"{WINDOW}.json")
-        structure = read_json(self._rank(rank), f"{WINDOW}.json")[key]
-        return unpack(structure, read_tensors(tensors, _keys_in(structure)), types, device)
+        with well_formed(self._rank(rank) / f"{WINDOW}.json"):
+            structure = read_json(self._rank(rank), f"{WINDOW}.json")[key]
+            return unpack(structure, read_tensors(tensors, _keys_in(structure)), types, device)
 
     def plain_state(self) -> dict[str, Any]:
         """Everything of the optimizer, scheduler and scaler that is no tensor."""
-        state: dict[str, Any] = read_plain_state(read_json(self.path, STATE_JSON))
-        return state
+        with well_formed(self.path / STATE_JSON):
+            state: dict[str, Any] = read_plain_state(read_json(self.path, STATE_JSON))
+            return state
 
     # weights and optimizer
 
@@ -366,7 +373,7 @@ class _Chunk:
 
 
 def _chunks_in(path: Path) -> list[_Chunk]:
-    with open_tensors(path) as file:
+    with well_formed(path), open_tensors(path) as file:
         places = json.loads((file.metadata() or {}).get(OFFSETS_KEY, "{}"))
         return [
             _Chunk(
@@ -440,7 +447,14 @@ def _checked_manifest(path: Path) -> dict[str, Any]:
         )
     manifest: dict[str, Any] = read_json(path, MANIFEST)
     _check_schema(path / MANIFEST, manifest)
+    _require(path / MANIFEST, manifest, {"files": list, "aliases": dict, "run": dict, "weights": dict, "alone": bool})
     return manifest
+
+
+def _require(path: Path, data: dict[str, Any], kinds: dict[str, type]) -> None:
+    for key, kind in kinds.items():
+        if not isinstance(data.get(key), kind):
+            raise DumpError(f"{path} is damaged (no {key}); copy the dump again from where it was written")
 
 
 def _check_schema(path: Path, data: Any) -> None:
@@ -467,6 +481,8 @@ def _same_dump(paths: list[Path], manifests: list[dict[str, Any]]) -> None:
 
 def _verify_file(root: Path, entry: dict[str, Any]) -> None:
     path = root / entry["path"]
+    if root.resolve() not in path.resolve().parents:
+        raise DumpError(f"{root / MANIFEST} lists {entry['path']!r}, which is outside the dump; do not use it")
     if not path.is_file():
         raise DumpError(f"{path} is missing: the dump is incomplete; copy it again from where it was written")
     if list_file(root, entry["path"]).to_dict() != entry:

@@ -64,7 +64,10 @@ def write_dump(request: DumpRequest) -> DumpResult:
     try:
         return together.write()
     except PeersLostError as error:
-        return together.finished() or _Alone(request, f"a peer was lost: {error}", together.path).write()
+        why = f"a peer was lost: {error}"
+    except Exception as error:  # a defect here must not replace the fault that is to be reported
+        why = f"writing together failed: {reason(error)}"
+    return together.finished() or _Alone(request, why, together.path).write()
 
 
 class _Together:
@@ -169,7 +172,7 @@ class _Together:
         free = self.problems.guard("free space unknown", lambda: place.free_bytes(self.root)) if self._leads else None
         lacking = free is not None and free < needed
         if lacking:
-            self.problems.lines.append(_lack(needed, free or 0, self.root))
+            self.problems.add_lack(_lack(needed, free or 0, self.root))
         (skip,) = self.peers.largest(int(lacking))
         return bool(skip)
 
@@ -226,7 +229,7 @@ class _Together:
         self.weights_problem = f"rank {self.ranks[first]}: {reason(failures[first])}"
         mine = failures.get(self.peers.rank)
         if mine is not None and not self.problems.lines:
-            self.problems.lines.append(f"state/ is incomplete: {reason(mine)}")
+            self.problems.note("state/ not written", mine)
         of_the_disk = any(isinstance(failure, OSError) for failure in failures.values())
         if not of_the_disk and self.request.replica_index == 0 and self.path is not None:
             # what could not be written together each rank writes for itself
@@ -276,12 +279,12 @@ class _Together:
         late = Problems()
         final = late.guard("dump stays partial", lambda: self._make_final(outcome)) if self._leads else None
         ends = self.peers.gather_data({"problems": late.lines, "number": [str(final.number)] if final else []})
-        problems = outcome.problems + self._by_rank([end["problems"] for end in ends])
+        problems = outcome.problems or self._by_rank([end["problems"] for end in ends])
         path = self.path
         if self.path is not None:
             numbers = {rank: end["number"] for rank, end in zip(self.ranks, ends, strict=True)}[self.sharing[0]]
             path = self.root / str(DumpName(self.name.step, int(numbers[0]))) if numbers else self.path
-        size_bytes = late.guard("", lambda: place.size_of(path)) if path is not None else 0
+        size_bytes = late.guard("size unknown", lambda: place.size_of(path)) if path is not None else 0
         return DumpResult(str(path) if path else None, size_bytes or 0, problems, outcome.replicas_disagree)
 
     def _make_final(self, outcome: Outcome) -> DumpName:
@@ -318,8 +321,9 @@ class _Alone:
         self.problems.guard("no manifest", lambda: self._write_manifest(dump))
         if self.partial is not None:
             place.leave(self.partial, self.request.rank)
-        place.rotate(self.root, self.request.config.dump_keep, dump)
-        return DumpResult(str(dump), place.size_of(dump), self.problems.lines)
+        self.problems.guard("no rotation", lambda: place.rotate(self.root, self.request.config.dump_keep, dump))
+        size_bytes = self.problems.guard("size unknown", lambda: place.size_of(dump))
+        return DumpResult(str(dump), size_bytes or 0, self.problems.lines)
 
     def _write_rank(self) -> Path:
         request = self.request
@@ -336,7 +340,7 @@ class _Alone:
         needed = files.size_bytes + tensor_bytes(piece.tensor for piece in self.request.state)
         free = place.free_bytes(self.root)
         if free < needed:
-            self.problems.lines.append(_lack(needed, free, self.root))
+            self.problems.add_lack(_lack(needed, free, self.root))
         return free < needed
 
     def _write_manifest(self, dump: Path) -> None:

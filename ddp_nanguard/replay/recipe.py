@@ -1,13 +1,19 @@
-"""`Recipe`: the one thing that replay needs from the user."""
+"""`Recipe`: the one thing that replay needs from the user, and how it is found."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ..errors import DumpError
 
 
 @dataclass(frozen=True)
@@ -27,3 +33,45 @@ class Recipe:
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None
     wrap: Callable[[nn.Module], nn.Module] | None = None
     batch_types: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+
+
+def load_recipe(name: str, directory: str | None) -> Recipe:
+    """Import and call the recipe function. This runs the user's code.
+
+    Args:
+        name: ``module:function`` or ``path/to/file.py:function``.
+        directory: where the module lay when the dump was written; looked in after the present directory.
+
+    Raises:
+        DumpError: it cannot be imported, or gives no `Recipe`.
+    """
+    module_name, _, function_name = name.rpartition(":")
+    if not module_name or not function_name.isidentifier():
+        raise DumpError(f'recipe {name!r} names no function; give --recipe "module:function"')
+    try:
+        module = _from_file(module_name) if module_name.endswith(".py") else _by_name(module_name, directory)
+        function = getattr(module, function_name)
+    except (ImportError, AttributeError, OSError) as error:
+        raise DumpError(f'recipe {name!r} cannot be imported ({error}); give --recipe "module:function"') from error
+    recipe = function()
+    if not isinstance(recipe, Recipe):
+        raise DumpError(f"recipe {name!r} gives a {type(recipe).__name__}; it must return a ddp_nanguard.Recipe")
+    return recipe
+
+
+def _by_name(name: str, directory: str | None) -> Any:
+    for path in (os.getcwd(), directory):
+        if path is not None and path not in sys.path:
+            sys.path.append(path)
+    return importlib.import_module(name)
+
+
+def _from_file(path: str) -> Any:
+    spec = importlib.util.spec_from_file_location(os.path.splitext(os.path.basename(path))[0], path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"no module in {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.append(os.path.dirname(os.path.abspath(path)))
+    spec.loader.exec_module(module)
+    return module

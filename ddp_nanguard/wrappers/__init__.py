@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from . import ddp, fsdp1, fsdp2, plain
-from .base import GradientWatch, Hook, OnGradient, Wrapper, inner_of, paths
+from .base import GradientWatch, Hook, OnGradient, Wrapper, class_name, inner_of, paths
 
 __all__ = ["GradientWatch", "Hook", "OnGradient", "Wrapper", "wrap_like", "wrapper_of"]
 
@@ -36,6 +36,7 @@ def wrapper_of(model: nn.Module) -> Wrapper:
         for cls in (nn.DataParallel, DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
     }
     _refuse_data_parallel(found[nn.DataParallel])
+    _refuse_replicate(model)
     _refuse_mixtures(found)
     if found[FullyShardedDataParallel] is not None:
         return fsdp1.FSDP1Wrapper(model)
@@ -75,6 +76,15 @@ def _refuse_data_parallel(where: str | None) -> None:
             f"model holds nn.DataParallel at {_shown(where)}, which trains all devices from one process; "
             "wrap the module in DistributedDataParallel and start one process per device with torchrun"
         )
+
+
+def _refuse_replicate(model: nn.Module) -> None:
+    for where, module in paths(model):
+        if any(class_name(cls) == "torch.distributed._composable.replicate.DDP" for cls in type(module).__mro__):
+            raise ValueError(
+                f"model was given to replicate() at {_shown(where)}, which hides its DDP from hooks; "
+                "wrap the module in DistributedDataParallel"
+            )
 
 
 def _refuse_mixtures(found: dict[Any, str | None]) -> None:

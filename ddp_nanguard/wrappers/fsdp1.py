@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -220,6 +221,7 @@ class FSDP1Watch(GradientWatch):
         while self._views:
             self._views.popitem()[1].remove()
 
+    @_disable_dynamo  # traced, each parameter's name would compile it again; this one imports dynamo late
     def hook_views(self, position: int) -> None:
         """Hook the views that a unit has just made; called by the pre-hook."""
         for name, original in self._originals[position]:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -23,7 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import Shard
 from torch.utils.hooks import RemovableHandle
 
-from .base import GradientWatch, Hook, OnGradient, Wrapper, class_name, dtype_name, dtype_named, paths
+from .base import GradientWatch, Hook, OnGradient, Wrapper, class_name, dtype_name, dtype_named, join, paths
 from .plain import PlainWrapper
 
 
@@ -35,9 +36,11 @@ class FSDP2Wrapper(Wrapper):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self.states: list[FSDPState] = list(dict.fromkeys(_states(model)))
-        self._managed = {
-            place: param for group in self.groups() for param in group.fsdp_params for place in _places(param)
-        }
+        self._by_module: dict[nn.Module, dict[str, FSDPParam]] = {}
+        for param in (param for group in self.groups() for param in group.fsdp_params):
+            for module, attribute in _places(param):
+                self._by_module.setdefault(module, {})[attribute] = param
+        self.names = self._kept_names()
 
     def groups(self) -> Iterator[FSDPParamGroup]:
         """Parameters that are gathered and reduced together."""
@@ -70,35 +73,41 @@ class FSDP2Wrapper(Wrapper):
 
     def leaves(self) -> list[tuple[str, torch.Tensor]]:
         """The unsharded parameters that exist so far, and parameters that FSDP ignores."""
-        unsharded = {id(p.sharded_param): getattr(p, "_unsharded_param", None) for p in self._managed.values()}
-        found = ((name, unsharded.get(id(parameter), parameter)) for name, parameter in self.named_parameters())
+        unsharded = {name: getattr(param, "_unsharded_param", None) for param, name in self.names.items()}
+        found = [(name, unsharded.get(name, parameter)) for name, parameter in self.named_parameters()]
         return [(name, tensor) for name, tensor in found if tensor is not None]
 
     def own_parameters(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         """As the optimizer holds them, also while the module holds gathered ones."""
         for name, parameter in super().own_parameters(module):
-            managed = self._managed.get((module, name))
+            managed = self._by_module.get(module, {}).get(name)
             if managed is not None and managed.sharded_state != ShardedState.SHARDED:
                 parameter = managed.sharded_param
             yield name, parameter
 
     def describe(self) -> dict[str, Any]:
         """Also the mesh, and per call of `fully_shard`, parents first, its modules and options."""
-        names = {id(parameter): name for name, parameter in self.named_parameters()}
-        managed = {id(param.sharded_param) for param in self._managed.values()}
+        managed = set(self.names.values())
         return {
             **super().describe(),
             "root_class": class_name(_original_class(self.root)),
             "model_class": class_name(_original_class(self.model)),
             "mesh": _describe_mesh([group.mesh_info.mesh for group in self.groups()]),
-            "units": [_describe_unit(state, _first_names(self.model), names) for state in self.states],
-            "ignored": [name for key, name in names.items() if key not in managed],
+            "units": [_describe_unit(state, _first_names(self.model), self.names) for state in self.states],
+            "ignored": [name for name, _ in self.named_parameters() if name not in managed],
         }
+
+    def _kept_names(self) -> dict[FSDPParam, str]:
+        names: dict[FSDPParam, str] = {}
+        for prefix, module in paths(self.model):
+            for attribute, param in self._by_module.get(module, {}).items():
+                names.setdefault(param, join(prefix, attribute))
+        return names
 
     def _position(self) -> tuple[int, int, int]:
         infos = [group.mesh_info for group in self.groups()]
         found = {tuple(getattr(info, name, default) for name, default in _POSITION) for info in infos}
-        if len(found) != 1 or any(param.is_dtensor for param in self._managed.values()):
+        if len(found) != 1 or any(param.is_dtensor for param in self.names):
             return (
                 dist.get_rank(),
                 dist.get_world_size(),
@@ -127,9 +136,8 @@ class FSDP2Watch(GradientWatch):
 
     def __init__(self, wrapper: FSDP2Wrapper, on_gradient: OnGradient) -> None:
         super().__init__(wrapper, on_gradient)
-        names = {id(parameter): name for name, parameter in wrapper.named_parameters()}
         self._params = {
-            module: [(names[id(p.sharded_param)], p) for group in state._fsdp_param_groups for p in group.fsdp_params]
+            module: [(wrapper.names[p], p) for group in state._fsdp_param_groups for p in group.fsdp_params]
             for state in wrapper.states
             for module in state._modules
         }
@@ -147,6 +155,7 @@ class FSDP2Watch(GradientWatch):
         while self._pre_hooks:
             self._pre_hooks.pop().remove()
 
+    @_disable_dynamo  # traced, each parameter's name would compile it again; this one imports dynamo late
     def hook_gathered(self, module: nn.Module) -> None:
         """Hook the parameters that ``module`` has just gathered; called by the pre-hook."""
         for name, param in self._params[module]:
@@ -213,7 +222,7 @@ def _original_class(module: nn.Module) -> type:
     return type(module)
 
 
-def _describe_unit(state: FSDPState, modules: dict[nn.Module, str], names: dict[int, str]) -> dict[str, Any]:
+def _describe_unit(state: FSDPState, modules: dict[nn.Module, str], names: dict[FSDPParam, str]) -> dict[str, Any]:
     params = [param for group in state._fsdp_param_groups for param in group.fsdp_params]
     policy = state._mp_policy
     offload = next(
@@ -227,7 +236,7 @@ def _describe_unit(state: FSDPState, modules: dict[nn.Module, str], names: dict[
             "cast_forward_inputs": policy.cast_forward_inputs,
         },
         "cpu_offload": {"pin_memory": offload.pin_memory} if offload else None,
-        "shard_dims": {names[id(p.sharded_param)]: p.fsdp_placement.dim for p in params if p.fsdp_placement.dim},
+        "shard_dims": {names[p]: p.fsdp_placement.dim for p in params if p.fsdp_placement.dim},
     }
 
 

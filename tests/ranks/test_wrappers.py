@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,7 +30,9 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     ShardingStrategy,
     fully_shard,
+    register_fsdp_forward_method,
 )
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_nanguard.wrappers import Hook, wrap_like, wrapper_of
@@ -406,12 +410,12 @@ def alone_body(rank: int, world_size: int, description: Any, of_rank: int) -> An
 
 
 def one_backward(model: nn.Module, rank: int) -> tuple[Tensor, dict[str, Tensor]]:
-    reported: dict[str, Tensor] = {}
-    watch = wrapper_of(model).watch_local_gradients(lambda name, gradient: reported.update({name: gradient.clone()}))
+    reported: dict[str, list[Tensor]] = {}
+    watch = wrapper_of(model).watch_local_gradients(lambda name, g: reported.setdefault(name, []).append(g.clone()))
     loss = loss_of(model, rank, 0)
     loss.backward()
     watch.remove()
-    return loss.detach(), reported
+    return loss.detach(), {name: torch.stack(parts).sum(0) for name, parts in reported.items()}
 
 
 @each_kind
@@ -432,25 +436,26 @@ def test_wrap_like_gives_the_same_wrapping_and_alone_the_bits_of_one_rank(kind: 
     assert initialized == (with_group or kind != "plain")
 
 
-def training_body(rank: int, world_size: int, kind: str, watched: bool, optimizer: str) -> Any:
-    model = wrapped(kind)
-    wrapper, count = wrapper_of(model), []
-    watch = wrapper.watch_local_gradients(lambda name, gradient: count.append(name)) if watched else None
-    train(model, rank, 5, optimizer)
-    if watch is not None:
-        watch.remove()
-    state = [wrapper.local(p).clone() for _, p in wrapper.named_parameters()]
-    return state + [buffer.clone() for _, buffer in wrapper.named_buffers()], len(count)
+def training_body(rank: int, world_size: int, kind: str, optimizer: str) -> Any:
+    states, names = [], []
+    for watched in (True, False):
+        model = wrapped(kind)
+        wrapper = wrapper_of(model)
+        watch = wrapper.watch_local_gradients(lambda name, gradient: names.append(name)) if watched else None
+        train(model, rank, 5, optimizer)
+        if watch is not None:
+            watch.remove()
+        state = [wrapper.local(tensor) for _, tensor in [*wrapper.named_parameters(), *wrapper.named_buffers()]]
+        states.append([tensor.clone() for tensor in state])
+    return *states, len(names)
 
 
 @each_kind
 def test_training_is_bit_identical_with_and_without_the_watch(kind: str) -> None:
     optimizer = "SGD" if kind.endswith(("_keep", "_flat")) else "AdamW"
-    with_watch = run_ranks(training_body, KINDS[kind], kind=kind, watched=True, optimizer=optimizer)
-    without = run_ranks(training_body, KINDS[kind], kind=kind, watched=False, optimizer=optimizer)
-    for (one, count), (other, none) in zip(with_watch, without, strict=True):
-        assert count > 0 and none == 0
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    for watched, bare, num_reports in run_ranks(training_body, KINDS[kind], kind=kind, optimizer=optimizer):
+        assert num_reports > 0
+        assert all(torch.equal(a, b) for a, b in zip(watched, bare, strict=True))
 
 
 def hooks_of(model: nn.Module) -> int:
@@ -595,7 +600,7 @@ def mixture_body(rank: int, world_size: int) -> list[str]:
     nets[2][0] = nn.DataParallel(nets[2][0])
     both = DistributedDataParallel(nets[3])
     fully_shard(nets[3][0])
-    wrong: list[Any] = [*nets[:3], both, nets[4].parameters]
+    wrong: list[Any] = [*nets[:3], both, nets[4].parameters, replicate(nets[4])]
     messages = []
     for model in wrong:
         with pytest.raises(ValueError, match=r"; (use|give|wrap) ") as error:
@@ -612,6 +617,8 @@ def test_what_cannot_be_watched_is_refused_with_a_remedy() -> None:
         "wrap the module in DistributedDataParallel and start one process per device with torchrun",
         "model mixes DistributedDataParallel (at (root)) and fully_shard (at 0); use one for the whole model",
         "model is a method; give the torch.nn.Module that the training loop calls",
+        "model was given to replicate() at (root), which hides its DDP from hooks; "
+        "wrap the module in DistributedDataParallel",
     ]
 
 
@@ -622,7 +629,9 @@ def test_a_module_without_parameters_is_allowed() -> None:
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_a_compiled_model_keeps_its_names_and_gradients(kind: str) -> None:
-    for names, description, reported in run_ranks(compiled_body, kind=kind, timeout_s=60):
+    """The hooks of the watch make no graphs of their own and nothing is compiled again."""
+    for names, description, reported, graphs in run_ranks(compiled_body, kind=kind, timeout_s=60):
+        assert graphs == [1, 1, 1]
         assert names == [name for name, _ in odd().named_modules()]
         assert description["compiled"] and reported == sorted(
             n for n, _ in odd().named_parameters() if "spare" not in n
@@ -630,13 +639,14 @@ def test_a_compiled_model_keeps_its_names_and_gradients(kind: str) -> None:
 
 
 def compiled_body(rank: int, world_size: int, kind: str) -> Any:
-    model, reported = torch.compile(wrapped(kind), backend="eager"), set()
+    model, reported, graphs = torch.compile(wrapped(kind), backend="eager"), set(), []
     wrapper = wrapper_of(model)
     watch = wrapper.watch_local_gradients(lambda name, gradient: reported.add(name))
-    loss_of(model, rank, 0).backward()
-    loss_of(model, rank, 0).backward()
+    for index in range(3):
+        loss_of(model, rank, index).backward()
+        graphs.append(counters["stats"]["unique_graphs"])
     watch.remove()
-    return [name for name, _ in wrapper.named_modules()], wrapper.describe(), sorted(reported)
+    return [name for name, _ in wrapper.named_modules()], wrapper.describe(), sorted(reported), graphs
 
 
 def facts_body(rank: int, world_size: int) -> dict[str, bool]:
@@ -712,3 +722,106 @@ def outer_checkpoint_body(rank: int, world_size: int, kind: str) -> list[bool]:
 @pytest.mark.parametrize("kind", ["fsdp2", "fsdp1", "fsdp1_flat"])
 def test_a_checkpoint_around_a_unit_changes_nothing(kind: str) -> None:
     assert run_ranks(outer_checkpoint_body, kind=kind) == [[True] * 4] * 2
+
+
+def subgroup_body(rank: int, world_size: int, kind: str) -> list[bool]:
+    """Each rank wraps again over a group of its own, and over a mesh of all."""
+    alone = [dist.new_group([member]) for member in range(world_size)][rank]
+    model = wrapped(kind)
+    description = wrapper_of(model).describe()
+    loss, gradients = one_backward(model, rank)
+    single = wrap_like(odd(), description, group=alone)
+    same_loss, same_gradients = one_backward(single, rank)
+    over_mesh, _ = one_backward(wrap_like(odd(), description, mesh=init_device_mesh("cpu", (world_size,))), rank)
+    equal = [torch.equal(gradients[name], same_gradients[name]) for name in gradients]
+    return [all(equal), torch.equal(loss, same_loss), torch.equal(loss, over_mesh), wrapper_of(single).will_reduce()]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2_bf16", "fsdp1_flat"])
+def test_wrap_like_takes_a_group_or_a_mesh(kind: str) -> None:
+    assert run_ranks(subgroup_body, kind=kind) == [[True, True, True, False]] * 2
+
+
+def tensor_parallel_body(rank: int, world_size: int) -> Any:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6, bias=False))
+    full = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+    parallelize_module(net, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    wrapper = wrapper_of(fully_shard(net, mesh=mesh["shard"]))
+    found = [piece for name, p in wrapper.named_parameters() for piece in wrapper.pieces("", name, p, p)]
+    pieces = [(p.name, p.tensor.clone(), p.stored_shape, p.offsets, p.true_shape) for p in found]
+    return pieces, full, (wrapper.shard_index, wrapper.num_shards)
+
+
+def test_pieces_tile_under_tensor_parallelism_too() -> None:
+    results = run_ranks(tensor_parallel_body, 4)
+    assert [place for _, _, place in results] == [(rank, 4) for rank in range(4)]
+    whole = reassembled([pieces for pieces, _, _ in results])
+    assert all(torch.equal(whole[name], tensor) for name, tensor in results[0][1].items())
+
+
+def unlike_body(rank: int, world_size: int) -> list[str]:
+    messages = []
+    for kind in ("fsdp2", "fsdp1", "fsdp1_flat"):
+        wrapper = wrapper_of(wrapped(kind))
+        name, parameter = wrapper.named_parameters()[-1]
+        with pytest.raises(ValueError, match="cannot be told") as error:
+            wrapper.pieces("optim.0.", name, parameter, torch.zeros(3, 1), ".row")
+        messages.append(str(error.value).partition(" ")[0])
+    net = nn.Sequential(nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
+    wrapper = wrapper_of(
+        flattened := FullyShardedDataParallel(net, use_orig_params=True, device_id=torch.device("cpu"))
+    )
+    with pytest.raises(ValueError, match="not contiguous"):
+        wrapper.pieces("", "0.weight", flattened.module[0].weight, flattened.module[0].weight)
+    return messages
+
+
+def test_state_of_another_shape_is_refused() -> None:
+    first = run_ranks(unlike_body)[0]
+    assert first == ["optim.0.uncalled.bias.row", "optim.0.uncalled.bias.row", "optim.0.twice.0.weight.row"]
+
+
+def meta_body(rank: int, world_size: int) -> tuple[list[str], set[str]]:
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    fully_shard(net[0])
+    wrapper, reported = wrapper_of(fully_shard(net)), []
+    watch = wrapper.watch_local_gradients(lambda name, gradient: reported.append(name))
+    net.to_empty(device="cpu")
+    for parameter in net.parameters():
+        nn.init.ones_(parameter)
+    net(torch.ones(2, 3)).sum().backward()
+    watch.remove()
+    return sorted(reported), {parameter.device.type for _, parameter in wrapper.named_parameters()}
+
+
+def test_parameters_may_be_made_after_the_watch() -> None:
+    assert run_ranks(meta_body) == [(["0.bias", "0.weight", "1.bias", "1.weight"], {"cpu"})] * 2
+
+
+def forward_method_body(rank: int, world_size: int) -> list[int]:
+    """A method registered with FSDP2 runs no module hook: its parameters are hooked from the next `arm` on."""
+    model, reported, counts = fully_shard(Method()), [], []
+    register_fsdp_forward_method(model, "encode")
+    watch = wrapper_of(model).watch_local_gradients(lambda name, gradient: reported.append(name))
+    for _ in range(2):
+        model.encode(torch.ones(2, 4)).sum().backward()
+        counts.append(len(reported))
+        watch.arm()
+    watch.remove()
+    return counts
+
+
+class Method(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(4, 4)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.encoder(x)
+
+
+def test_a_registered_forward_method_is_watched_from_the_next_arm_on() -> None:
+    assert run_ranks(forward_method_body) == [[0, 2]] * 2

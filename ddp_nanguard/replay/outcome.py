@@ -1,0 +1,231 @@
+"""What a replay showed: same, elsewhere, not reproduced, or cannot; and up to where the bits agree."""
+
+from __future__ import annotations
+
+import enum
+import math
+import struct
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..dump.manifest import settings, versions
+from ..dump.read import Dump
+from ..message import what
+from ..site import Phase, Site
+from ..window import MicroBatch
+from .rerun import Rerun
+
+
+class Outcome(enum.StrEnum):
+    """Result of a replay; see `EXIT_CODES`."""
+
+    SAME = "same"
+    ELSEWHERE = "elsewhere"
+    NOT_REPRODUCED = "not_reproduced"
+    CANNOT = "cannot"
+
+
+EXIT_CODES = {Outcome.SAME: 0, Outcome.ELSEWHERE: 3, Outcome.NOT_REPRODUCED: 4, Outcome.CANNOT: 5}
+
+
+@dataclass
+class Result:
+    """The outcome for one rank, and the reasons.
+
+    Attributes:
+        rank: whose step was run.
+        outcome: ``same`` means the same site and the same bits in every recorded slot and loss that can be compared.
+        recorded, replayed: the rank's first site then and now, None where it had none.
+        num_slots, num_same: recorded slots that were compared, and those with the same bits.
+        first_difference: label of the first slot that differs.
+        losses: per watched loss whether its bits are the same.
+        differs: what else is not as recorded: device, versions, settings.
+        reason: one sentence.
+    """
+
+    rank: int
+    outcome: Outcome
+    recorded: Site | None = None
+    replayed: Site | None = None
+    num_slots: int = 0
+    num_same: int = 0
+    first_difference: str | None = None
+    last_same: str | None = None
+    losses: dict[str, bool] = field(default_factory=dict)
+    loss_values: dict[str, str] = field(default_factory=dict)
+    differs: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    reason: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready data."""
+        return {
+            "rank": self.rank,
+            "outcome": str(self.outcome),
+            "recorded": self.recorded.to_dict() if self.recorded else None,
+            "replayed": self.replayed.to_dict() if self.replayed else None,
+            "slots": {"compared": self.num_slots, "same": self.num_same, "first_difference": self.first_difference},
+            "losses": self.losses,
+            "loss_values": self.loss_values,
+            "differs": self.differs,
+            "notes": self.notes,
+            "reason": self.reason,
+        }
+
+
+def cannot(rank: int, recorded: Site | None, reason: str) -> Result:
+    """The dump does not hold what this replay would need."""
+    return Result(rank, Outcome.CANNOT, recorded=recorded, reason=reason)
+
+
+def why_not(dump: Dump, alone: bool) -> str | None:
+    """Why this replay cannot answer, and what would be needed; None if it can."""
+    origin = dump.report.origin
+    if origin is None:
+        return "the fault has no origin that a step could reproduce"
+    if origin.phase is Phase.REDUCE and alone:
+        n = dump.world_size
+        return f"the value was born in communication: replay all {n} ranks with torchrun --nproc-per-node {n}"
+    if origin.phase is Phase.OPTIMIZER and origin.layer is not None and not _has_gradients(dump):
+        return (
+            "the update itself made the weights non-finite, and the weights from before it are gone: "
+            f"train with keep_previous=True to replay one; damaged: {', '.join(dump.report.state[:8])}"
+        )
+    return None
+
+
+def _has_gradients(dump: Dump) -> bool:
+    return any(name.startswith("grad.") for name in dump.names())
+
+
+def compare(dump: Dump, rank: int, recorded: list[MicroBatch], again: Rerun, alone: bool) -> Result:
+    """The outcome of one rank's rerun."""
+    then = first_own_site(dump, rank, alone)
+    now = next((site for site in again.sites if not (alone and site.phase is Phase.REDUCE)), None)
+    result = Result(rank, Outcome.NOT_REPRODUCED, recorded=then, replayed=now, notes=again.notes)
+    _compare_slots(dump, rank, again, alone, result)
+    _compare_losses(recorded, again, result)
+    result.differs = differences(dump, rank)
+    _conclude(result, then, now)
+    return result
+
+
+def first_own_site(dump: Dump, rank: int, alone: bool) -> Site | None:
+    """The rank's own first site, as it was recorded."""
+    sites = [Site.from_dict(data) for data in dump.evidence(rank)["sites"]]
+    return next((site for site in sites if not (alone and site.phase is Phase.REDUCE)), None)
+
+
+def _conclude(result: Result, then: Site | None, now: Site | None) -> None:
+    same_bits = result.first_difference is None and all(result.losses.values())
+    same_place = now is not None and then is not None and then.same_place(now)
+    if then is None and now is None and same_bits:
+        result.outcome = Outcome.SAME
+        result.reason = "this rank saw nothing of its own then, nor now"
+    elif same_place and same_bits:
+        result.outcome = Outcome.SAME
+        result.reason = "the same site and the same bits"
+    elif now is None and then is not None:
+        result.reason = _not_reproduced(result)
+    else:
+        result.outcome = Outcome.ELSEWHERE
+        result.reason = _elsewhere(result, same_place, now)
+
+
+def _not_reproduced(result: Result) -> str:
+    if result.differs:
+        return f"every value was finite this time; different here: {'; '.join(result.differs)}"
+    return "every value was finite this time, on equal software: suspect nondeterminism or the recorded device's hardware"
+
+
+def _elsewhere(result: Result, same_place: bool, now: Site | None) -> str:
+    where = result.first_difference or next(name for name, same in result.losses.items() if not same)
+    upto = f"identical bit for bit up to {result.last_same}" if result.last_same else "different from the first slot on"
+    if same_place:
+        return f"the same site, but other bits: {upto}; first different: {where}"
+    if now is None:
+        return f"this rank's values differ, all finite: {upto}; first different: {where}"
+    return f"now first at {str(now.phase)} · {what(now)}; {upto if result.first_difference else 'all compared slots are the same'}"
+
+
+def _compare_slots(dump: Dump, rank: int, again: Rerun, alone: bool, result: Result) -> None:
+    history = dump.history(rank)
+    recorded = list(zip(history["fault.labels"].tolist(), history["fault.values"].tolist(), strict=True))
+    reduced = False
+    for label, values in recorded:
+        kind = label.partition("|")[0]
+        reduced = reduced or kind == "reduce"
+        if alone and (kind == "reduce" or (reduced and label.rsplit("|", 1)[0].endswith("|gradient"))):
+            continue  # after the first reduce the gradients that accumulate are not this rank's alone
+        result.num_slots += 1
+        if label in again.slots and _same_bits(values, again.slots[label]):
+            result.num_same += 1
+            if result.first_difference is None:
+                result.last_same = _readable(label)
+        elif result.first_difference is None:
+            result.first_difference = _readable(label)
+
+
+def _same_bits(one: list[float], other: tuple[float, float]) -> bool:
+    return all(
+        (math.isnan(a) and math.isnan(b)) or struct.pack("d", a) == struct.pack("d", b)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def _readable(label: str) -> str:
+    parts = label.split("|")
+    if parts[0] == "loss":
+        return f"{parts[2]} of micro-batch {parts[1]}"
+    if len(parts) == 6:
+        return f"{parts[0]} · {parts[2] or '(root)'} (call {parts[3]}) {parts[4]}, micro-batch {parts[1]}"
+    return f"{parts[0]} · gradient of {parts[2]}"
+
+
+def _compare_losses(recorded: list[MicroBatch], again: Rerun, result: Result) -> None:
+    for micro_batch in recorded:
+        for name, then in micro_batch.losses.items():
+            now = again.losses.get((micro_batch.index, name))
+            key = f"{name} of micro-batch {micro_batch.index}"
+            result.losses[key] = now is not None and same_tensor(then, now)
+            result.loss_values[key] = f"{_shown(then)} then, {_shown(now) if now is not None else 'not given'} now"
+
+
+def same_tensor(one: Tensor, other: Tensor) -> bool:
+    """Equal shape, dtype and bytes."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    first, second = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
+    return bool(torch.equal(first, second))
+
+
+def _shown(loss: Tensor) -> str:
+    if loss.numel() != 1:
+        return f"{tuple(loss.shape)} {loss.dtype}"
+    value = loss.detach().cpu()
+    size = f"i{value.element_size()}"
+    bits = value.reshape(1).numpy().view(size) if value.dtype != torch.bfloat16 else value.reshape(1).view(torch.int16).numpy()
+    mask = (1 << 8 * value.element_size()) - 1
+    return f"{float(value):.9g} (0x{int(bits[0]) & mask:0{2 * value.element_size()}x})"
+
+
+def differences(dump: Dump, rank: int) -> list[str]:
+    """What is not as it was recorded: versions, settings that decide bits, the device."""
+    found = [
+        f"{name} {then} then, {now} now"
+        for name, now in versions().items()
+        if name in ("torch", "cuda", "platform") and (then := dump.manifest["versions"].get(name)) != now
+    ]
+    found += [
+        f"{name} {then} then, {now} now"
+        for name, now in settings().items()
+        if name not in ("num_interop_threads",) and (then := dump.manifest["settings"].get(name)) != now
+    ]
+    device = dump.evidence(rank)["device"]
+    here = {"type": "cuda", "name": torch.cuda.get_device_name()} if torch.cuda.is_available() else {"type": "cpu"}
+    if device["type"] != here["type"] or device.get("name") != here.get("name"):
+        found.append(f"device {device.get('name', device['type'])} then, {here.get('name', here['type'])} now")
+    return found

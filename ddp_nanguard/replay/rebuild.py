@@ -1,0 +1,256 @@
+"""Model, optimizer and settings of the dumped step, put together again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+
+from ..dump.read import Dump
+from ..errors import DumpError
+from ..pieces import Piece
+from ..wrappers import Wrapper, wrap_like, wrapper_of
+from .recipe import Recipe
+
+
+@dataclass
+class Rebuilt:
+    """What one rank needs to run the step again."""
+
+    dump: Dump
+    rank: int
+    recipe: Recipe
+    wrapper: Wrapper
+    optimizers: list[torch.optim.Optimizer]
+    scaler: GradScaler | None
+    device: torch.device
+
+
+def apply_settings(dump: Dump) -> None:
+    """Thread count, matmul precision and deterministic flags as recorded: they decide bits."""
+    settings = dump.manifest["settings"]
+    torch.set_num_threads(settings["num_threads"])
+    torch.set_float32_matmul_precision(settings["float32_matmul_precision"])
+    torch.use_deterministic_algorithms(
+        settings["deterministic_algorithms"], warn_only=settings["deterministic_warn_only"]
+    )
+    torch.backends.cudnn.deterministic = settings["cudnn_deterministic"]
+    torch.backends.cudnn.benchmark = settings["cudnn_benchmark"]
+
+
+def rebuild(dump: Dump, rank: int, recipe: Recipe, device: torch.device, alone: bool) -> Rebuilt:
+    """Model and optimizer with the dumped weights, as the rank had them.
+
+    Args:
+        alone: one process stands for ``rank``; DDP is left out, FSDP wraps over one member.
+
+    Raises:
+        DumpError: the recipe's parameters are not those of the dump, or weights are missing.
+
+    Collective: those of the wrapper's constructor, unless ``alone``.
+    """
+    require_matching_parameters(dump, recipe.model)
+    model = _wrapped(dump, recipe, device, alone)
+    wrapper = wrapper_of(model)
+    _fill_weights(dump, rank, wrapper)
+    _fill_buffers(dump, rank, wrapper)
+    _set_modes(dump, rank, wrapper)
+    optimizers = _optimizers(dump, rank, recipe, wrapper)
+    return Rebuilt(dump, rank, recipe, wrapper, optimizers, _scaler(dump, wrapper, device), device)
+
+
+def require_matching_parameters(dump: Dump, model: nn.Module) -> None:
+    """The recipe must build the model of the run.
+
+    Raises:
+        DumpError: names the first parameter that does not match.
+    """
+    recorded = {
+        name.removeprefix("model."): tuple(entry["shape"])
+        for name, entry in dump.manifest["shapes"].items()
+        if name.startswith("model.")
+    }
+    built = {name: tuple(parameter.shape) for name, parameter in wrapper_of(model).named_parameters()}
+    for name, shape in recorded.items():
+        if name not in built:
+            raise DumpError(f"the recipe's model has no parameter {name!r}, the dump has; give the recipe of that run")
+        if built[name] != shape:
+            raise DumpError(
+                f"the recipe's parameter {name!r} has shape {built[name]}, the dump's has {shape}; give the recipe of that run"
+            )
+    extra = sorted(built.keys() - recorded.keys())
+    if extra and recorded:
+        raise DumpError(f"the recipe's model has a parameter {extra[0]!r}, the dump has not; give the recipe of that run")
+
+
+def _wrapped(dump: Dump, recipe: Recipe, device: torch.device, alone: bool) -> nn.Module:
+    description = dump.manifest["wrapper_description"]
+    model = recipe.model.to(device)
+    if alone and description["kind"] in ("plain", "ddp"):
+        return model
+    if recipe.wrap is not None and not alone:
+        return recipe.wrap(model)
+    return wrap_like(model, description)
+
+
+def _fill_weights(dump: Dump, rank: int, wrapper: Wrapper) -> None:
+    if not dump.manifest["options"]["dump_weights"]:
+        raise DumpError(f"{dump.path} was written with dump_weights=False: it holds no weights to replay with")
+    for name, parameter in wrapper.named_parameters():
+        _fill(dump, rank, wrapper.pieces("model.", name, parameter, parameter))
+
+
+def _fill(dump: Dump, rank: int, pieces: list[Piece]) -> None:
+    special: dict[str, Tensor] | None = None
+    for piece in pieces:
+        try:
+            whole = dump.load_state([piece.name], rank)[piece.name]
+        except DumpError:
+            special = dump.special(rank) if special is None else special
+            if piece.name not in special:
+                raise
+            whole = special[piece.name]
+        region = tuple(slice(o, o + size) for o, size in zip(piece.offsets, piece.tensor.shape, strict=True))
+        with torch.no_grad():
+            piece.tensor.copy_(whole.reshape(piece.stored_shape)[region])
+
+
+def _fill_buffers(dump: Dump, rank: int, wrapper: Wrapper) -> None:
+    saved = dump.buffers(rank)
+    for name, buffer in wrapper.named_buffers():
+        if name in saved and saved[name].shape == buffer.shape:
+            with torch.no_grad():
+                buffer.copy_(saved[name])
+
+
+def _set_modes(dump: Dump, rank: int, wrapper: Wrapper) -> None:
+    evidence = dump.evidence(rank)
+    in_eval, frozen = set(evidence["in_eval"]), set(evidence["frozen"])
+    for name, module in wrapper.named_modules():
+        module.training = name not in in_eval
+    for name, parameter in wrapper.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+
+
+# -- optimizers ------------------------------------------------------------------------------------------------------------------
+
+
+def _optimizers(dump: Dump, rank: int, recipe: Recipe, wrapper: Wrapper) -> list[torch.optim.Optimizer]:
+    recorded = dump.plain_state()["optimizers"]
+    return [_optimizer(dump, rank, recipe, wrapper, index, plain) for index, plain in enumerate(recorded)]
+
+
+def _optimizer(
+    dump: Dump, rank: int, recipe: Recipe, wrapper: Wrapper, index: int, plain: dict[str, Any]
+) -> torch.optim.Optimizer:
+    parameters = dict(wrapper.named_parameters())
+    names = [[name for name in group["params"] if name in parameters] for group in plain["groups"]]
+    held = [parameters[name] for group in names for name in group]
+    make = recipe.optimizer if recipe.optimizer is not None and index == 0 else _stand_in
+    optimizer = make(held or list(parameters.values()))
+    _regroup(optimizer, plain, names, parameters)
+    if dump.manifest["options"]["dump_optimizer"]:
+        _fill_state(dump, rank, wrapper, index, optimizer, plain)
+    return optimizer
+
+
+def _stand_in(parameters: Any) -> torch.optim.Optimizer:
+    """Holds groups and state, so that the guard can look at them; it never steps."""
+    return torch.optim.SGD(parameters, lr=0.0)
+
+
+def _regroup(
+    optimizer: torch.optim.Optimizer,
+    plain: dict[str, Any],
+    names: list[list[str]],
+    parameters: dict[str, nn.Parameter],
+) -> None:
+    defaults = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    groups = []
+    for group, group_names in zip(plain["groups"], names, strict=True):
+        values = {key: value for key, value in group.items() if key != "params"}
+        groups.append({**defaults, **values, "params": [parameters[name] for name in group_names]})
+    optimizer.param_groups[:] = groups
+
+
+def _fill_state(
+    dump: Dump, rank: int, wrapper: Wrapper, index: int, optimizer: torch.optim.Optimizer, plain: dict[str, Any]
+) -> None:
+    """State tensors, each shaped like its parameter's local part, or a number of its own."""
+    keys = _state_keys(dump, rank, index)
+    for name, parameter in wrapper.named_parameters():
+        state: dict[str, Any] = dict(plain["state"].get(name, {}))
+        for key in keys.get(name, []) or _keys_of_flat(wrapper, name, parameter, keys):
+            state[key] = _state_tensor(dump, rank, wrapper, index, name, parameter, key)
+        if state:
+            optimizer.state[parameter] = state
+
+
+def _state_keys(dump: Dump, rank: int, index: int) -> dict[str, list[str]]:
+    prefix = f"optim.{index}."
+    found: dict[str, list[str]] = {}
+    for full in (*dump.names(), *dump.special(rank)):
+        if full.startswith(prefix):
+            name, _, key = full.removeprefix(prefix).rpartition(".")
+            found.setdefault(name, []).append(key)
+    return found
+
+
+def _keys_of_flat(wrapper: Wrapper, name: str, parameter: Tensor, keys: dict[str, list[str]]) -> list[str]:
+    """The keys of a flat parameter are those of the original parameters in it."""
+    originals = [piece.name for piece in wrapper.pieces("", name, parameter, parameter)]
+    return list(dict.fromkeys(key for original in originals for key in keys.get(original, [])))
+
+
+def _state_tensor(
+    dump: Dump, rank: int, wrapper: Wrapper, index: int, name: str, parameter: nn.Parameter, key: str
+) -> Tensor:
+    """One state tensor as the optimizer holds it: a number or other tensor of its own, or one that is cut like the parameter."""
+    prefix, suffix = f"optim.{index}.", f".{key}"
+    special = dump.special(rank)
+    if f"{prefix}{name}{suffix}" in special:
+        return special[f"{prefix}{name}{suffix}"]
+    own = [f"{prefix}{name}{suffix}"]
+    cut = [piece.name for piece in wrapper.pieces(prefix, name, parameter, parameter, suffix)]
+    stored = next(each for each in (*own, *cut) if each in dump.names())
+    whole = dump.load_state([stored], rank)[stored]
+    if whole.dim() == 0 and stored == own[0]:
+        return whole
+    tensor = torch.zeros_like(parameter, dtype=whole.dtype, requires_grad=False)
+    _fill(dump, rank, wrapper.pieces(prefix, name, parameter, tensor, suffix))
+    return tensor.detach()
+
+
+def _scaler(dump: Dump, wrapper: Wrapper, device: torch.device) -> GradScaler | None:
+    state = dump.plain_state()["scaler"]
+    if not state:
+        return None
+    scaler: GradScaler
+    if wrapper.kind == "fsdp1":
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+        scaler = ShardedGradScaler(device=device.type, init_scale=state["scale"])
+    else:
+        scaler = GradScaler(device.type, init_scale=state["scale"])
+    scaler.load_state_dict(copy.deepcopy(state))
+    return scaler
+
+
+def recorded_gradients(rebuilt: Rebuilt) -> Iterator[tuple[nn.Parameter, list[Piece], Tensor]]:
+    """For the replay of an update: each parameter with a zeroed gradient, and the pieces to fill."""
+    names = set(rebuilt.dump.names())
+    for name, parameter in rebuilt.wrapper.named_parameters():
+        gradient = torch.zeros_like(parameter, requires_grad=False)
+        pieces = rebuilt.wrapper.pieces("grad.", name, parameter, gradient)
+        if any(piece.name in names for piece in pieces):
+            yield parameter, pieces, gradient
+
+
+def fill_pieces(rebuilt: Rebuilt, pieces: list[Piece]) -> None:
+    """Copy stored values into the tensors that the pieces view."""
+    _fill(rebuilt.dump, rebuilt.rank, pieces)

@@ -1,0 +1,138 @@
+"""The dumped step once more, under the same guard that saw it."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import rng
+from ..board import Reading
+from ..errors import NonFiniteError
+from ..fault import labelled_slots
+from ..guard import NanGuard
+from ..site import FaultReport, Phase, Site
+from ..window import MicroBatch
+from .rebuild import Rebuilt, fill_pieces, recorded_gradients
+
+_KEPT_OPTIONS = ("watch", "skip_types", "ignore", "state_every", "timeout_s", "scale_floor")
+
+
+@dataclass
+class Rerun:
+    """What the step gave this time.
+
+    Attributes:
+        report: None where the verdict was clean.
+        sites: this rank's own, earliest first.
+        slots: label -> (minimum, maximum), in execution order.
+        losses: by (micro-batch, name).
+        notes: random streams that could not be restored, and the like.
+    """
+
+    report: FaultReport | None
+    sites: list[Site]
+    slots: dict[str, tuple[float, float]]
+    losses: dict[tuple[int, str], Tensor]
+    notes: list[str] = field(default_factory=list)
+
+
+def rerun(rebuilt: Rebuilt, micro_batches: list[MicroBatch], alone: bool) -> Rerun:
+    """Run the window again.
+
+    Collective: those of the training step and of the guard; every rank calls it, unless ``alone``.
+    """
+    options = {name: rebuilt.dump.manifest["options"][name] for name in _KEPT_OPTIONS}
+    report = rebuilt.dump.report
+    guard = NanGuard(
+        rebuilt.wrapper.model,
+        rebuilt.optimizers,
+        scaler=rebuilt.scaler,
+        dump_dir=None,
+        keep_previous=False,
+        first_step=report.step,
+        **options,
+    )
+    guard._parts.known_habitual = frozenset(rebuilt.dump.evidence(rebuilt.rank)["habitual"])
+    with contextlib.closing(_Closing(guard)):
+        return _run(guard, rebuilt, micro_batches, alone)
+
+
+class _Closing:
+    """Leaves the guard without judging any more."""
+
+    def __init__(self, guard: NanGuard) -> None:
+        self._guard = guard
+
+    def close(self) -> None:
+        self._guard._detach()
+
+
+def _run(guard: NanGuard, rebuilt: Rebuilt, micro_batches: list[MicroBatch], alone: bool) -> Rerun:
+    losses: dict[tuple[int, str], Tensor] = {}
+    notes: list[str] = []
+    synced = set(rebuilt.dump.evidence(rebuilt.rank)["reduced_in"])
+    for micro_batch, batch in zip(micro_batches, guard.steps([m.batch for m in micro_batches]), strict=True):
+        notes += rng.restore(micro_batch.random_state, device=rebuilt.device)
+        with _sync(rebuilt, micro_batch.index in synced or not synced):
+            _micro_step(guard, rebuilt, batch)
+        kept = guard._parts.window.micro_batches[-1].losses
+        losses.update({(micro_batch.index, name): loss for name, loss in kept.items()})
+    report = _verdict(guard)
+    if report is None and _is_update(rebuilt.dump.report.origin) and rebuilt.recipe.optimizer is not None:
+        report = _update(guard, rebuilt, alone)
+    view = guard._policy.last_view
+    readings = _first_window(guard) if view is None or report is None or _is_update(report.origin) else view.readings
+    slots = {label: (low, high) for label, low, high in labelled_slots(readings)}
+    sites = [ranked.site for ranked in view.sites] if view is not None else []
+    return Rerun(report, sites, slots, losses, list(dict.fromkeys(notes)))
+
+
+def _first_window(guard: NanGuard) -> list[Reading]:
+    past = guard._parts.board.past()
+    return past[0].readings() if past else []
+
+
+def _micro_step(guard: NanGuard, rebuilt: Rebuilt, batch: Any) -> None:
+    losses = rebuilt.recipe.step(rebuilt.wrapper.model, batch)
+    guard.watch(loss=losses)
+    total = sum(losses.values()) if isinstance(losses, dict) else losses
+    assert isinstance(total, Tensor)
+    if total.requires_grad:
+        (rebuilt.scaler.scale(total) if rebuilt.scaler is not None else total).backward()
+
+
+def _sync(rebuilt: Rebuilt, synced: bool) -> contextlib.AbstractContextManager[Any]:
+    model = rebuilt.wrapper.model
+    if not synced and hasattr(model, "no_sync"):
+        return model.no_sync()  # type: ignore[no-any-return, operator]  # DDP's and FSDP1's context manager
+    if hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(synced)  # type: ignore[operator]  # FSDP2
+    return contextlib.nullcontext()
+
+
+def _verdict(guard: NanGuard) -> FaultReport | None:
+    try:
+        guard.check()
+    except NonFiniteError as error:
+        return error.report
+    return None
+
+
+def _is_update(origin: Site | None) -> bool:
+    return origin is not None and origin.phase is Phase.OPTIMIZER and origin.layer is not None
+
+
+def _update(guard: NanGuard, rebuilt: Rebuilt, alone: bool) -> FaultReport | None:
+    """The update itself. Alone, the gradients are the recorded ones: this rank's own are those before the reduce."""
+    for parameter, pieces, gradient in list(recorded_gradients(rebuilt)):
+        if alone or not dist.is_initialized():
+            fill_pieces(rebuilt, pieces)
+            parameter.grad = gradient
+    for optimizer in rebuilt.optimizers:
+        optimizer.step()
+    return _verdict(guard)
