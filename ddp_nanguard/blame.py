@@ -1,17 +1,19 @@
 """From the slots of one rank to its sites, in causal order: whom a fault is put down to.
 
 [Note: causal order]
-Per micro-batch, by phase, then by execution order, then by rank. A site is *contained*, hence no origin, if an enclosing module's
-output is finite in that call. A layer that is non-finite in clean steps too is *habitual*, and -inf alone is what masks are made of: neither
+Per micro-batch, by phase, then by execution order, then by rank. A site is *contained*, hence no origin, if an
+enclosing module's
+output is finite in that call. A layer that is non-finite in clean steps too is *habitual*, and -inf alone is what
+masks are made of: neither
 comes before any other site.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from .board import Reading, is_clean
+from .board import Reading, Region, is_clean
 from .probes.backward import GradientHook
 from .probes.calls import Call, Sighting
 from .probes.gradient import GradientNote
@@ -108,7 +110,8 @@ def habitual_layers(readings: list[Reading]) -> set[str]:
     }
 
 
-# -- state, hyper-parameters, reduce ---------------------------------------------------------------------------------------
+# -- state, hyper-parameters, reduce
+# ---------------------------------------------------------------------------------------
 
 
 def _state_sites(view: StepView) -> list[RankedSite]:
@@ -140,7 +143,8 @@ def _state_site(view: StepView, finding: Finding, phase: Phase, step: int, order
     )
 
 
-# -- forward -------------------------------------------------------------------------------------------------------------------
+# -- forward
+# -------------------------------------------------------------------------------------------------------------------
 
 
 class _Kinds:
@@ -239,39 +243,48 @@ def _evidence_of(sighting: Sighting) -> Evidence | None:
     return evidence(tensor) if tensor is not None and sighting.is_still(tensor) else None
 
 
-# -- input and loss ------------------------------------------------------------------------------------------------------------
+# -- input and loss
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _input_sites(view: StepView, found: list[RankedSite]) -> list[RankedSite]:
-    """A batch item counts only if something of that micro-batch's forward or loss is bad too: NaN may mean "label missing"."""
+    """A batch item counts only if the micro-batch's forward or loss is bad too: NaN may mean "label missing"."""
     reached = {r.site.micro_batch for r in found if r.site.phase in (Phase.FORWARD, Phase.LOSS) and not r.weak}
     sites: list[RankedSite] = []
     for order, finding in enumerate(view.batch):
         if finding.micro_batch in reached and finding.micro_batch is not None:
             site = Site(view.rank, view.step, finding.micro_batch, Phase.INPUT, None, None, finding.name, finding.kind)
-            site = _with(site, evidence=finding.evidence, order=order)
+            site = replace(site, evidence=finding.evidence, order=order)
             sites.append(RankedSite(site, weak=finding.kind == "-inf", place=finding.micro_batch))
     return sites
 
 
 def _loss_sites(view: StepView) -> list[RankedSite]:
     sites: list[RankedSite] = []
+    outputs = _worst_outputs(view)
     for reading in view.readings:
         note = reading.note
         kind = kind_of(reading.minimum, reading.maximum)
         if isinstance(note, LossNote) and kind is not None:
             site = Site(view.rank, view.step, note.micro_batch, Phase.LOSS, None, None, note.name, kind)
-            sites.append(RankedSite(_with(site, order=reading.order), place=note.micro_batch))
+            taken = outputs.get(note.micro_batch, "unchecked")
+            sites.append(RankedSite(replace(site, order=reading.order, taken_in=taken), place=note.micro_batch))
     return sites
 
 
-def _with(site: Site, **changes: object) -> Site:
-    from dataclasses import replace
+def _worst_outputs(view: StepView) -> dict[int, str | None]:
+    """Worst kind among the root's outputs, by micro-batch."""
+    found: dict[int, str | None] = {}
+    for reading in view.readings:
+        if reading.region is Region.OUTPUT:
+            micro_batch = reading.note.call.micro_batch
+            kind = kind_of(reading.minimum, reading.maximum)
+            found[micro_batch] = kind or found.get(micro_batch)
+    return found
 
-    return replace(site, **changes)  # type: ignore[arg-type]  # field names are checked by the callers' tests
 
-
-# -- backward --------------------------------------------------------------------------------------------------------------------
+# -- backward
+# --------------------------------------------------------------------------------------------------------------------
 
 
 def _backward_sites(view: StepView) -> list[RankedSite]:
@@ -319,13 +332,15 @@ class _BackwardBlame:
         number = call.number if call is not None else None
         view = self._view
         site = Site(view.rank, view.step, micro_batch, Phase.BACKWARD, layer, number, slot, kind, between)
-        return _with(site, order=order)
+        return replace(site, order=order)
 
     def _parameter_site(self, note: GradientNote, kind: str, order: int) -> Site:
         owner = self._owner(note.name)
         calls = [call for call in self._calls() if call.layer == owner]
         only = calls[0] if len(calls) == 1 else None
-        return _with(self._site(owner, only, note.name, kind, order, None), micro_batch=note.micro_batch)
+        looked = any(id(output) in self._clean for call in calls for output in call.outputs)
+        site = self._site(owner, only, note.name, kind, order, None)
+        return replace(site, micro_batch=note.micro_batch, taken_in=None if looked else "unchecked")
 
     def _owner(self, name: str) -> str:
         """Of the modules that share a tied parameter the one whose input gradient is bad too, else the first."""

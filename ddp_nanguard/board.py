@@ -1,7 +1,9 @@
 """Slots of the current step and the ring of the last steps, on the device.
 
-A probe reduces one tensor into the next free slot, a (minimum, maximum) pair, and leaves a note beside it on the host that says what was
-looked at. Slots lie in pages, one per region, device and dtype, because ``aminmax`` writes its result in the dtype of its
+A probe reduces one tensor into the next free slot, a (minimum, maximum) pair, and leaves a note beside it on the host
+that says what was
+looked at. Slots lie in pages, one per region, device and dtype, because ``aminmax`` writes its result in the dtype of
+its
 input. Nothing is read by the host until `Board.readings`, which only the fault path calls.
 """
 
@@ -111,7 +113,8 @@ class Board:
         """Reduce a tensor into the next slot; one kernel per dense part, no host read.
 
         Returns:
-            The execution order of the slot, or None where the kind of tensor cannot be checked. Tensors that hold nothing to check
+            The execution order of the slot, or None where the kind of tensor cannot be checked. Tensors that hold
+            nothing to check
             (integers, empty) take no slot and get an order all the same.
         """
         self._order += 1
@@ -173,7 +176,10 @@ class Board:
 
 
 def _row(slots: Tensor, region: Region) -> Tensor:
-    if region in (Region.BUFFER, Region.OUTPUT):  # -inf is allowed: only the maximum speaks, NaN or +inf where it is bad
+    if region in (
+        Region.BUFFER,
+        Region.OUTPUT,
+    ):  # -inf is allowed: only the maximum speaks, NaN or +inf where it is bad
         low, high = torch.aminmax(slots[:, 1])
         return torch.stack((low, high)).clamp(min=0.0)
     return torch.stack(torch.aminmax(slots))

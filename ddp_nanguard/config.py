@@ -64,12 +64,14 @@ class GuardConfig:
     hold_batches: Literal["device", "host"] = "device"
     """Where the window's micro-batches are held."""
     keep_previous: bool = False
-    """Keep weights, optimizer state and window from before each update, so that a bad update can be undone and replayed."""
+    """Keep all that an update changes from before it, so that a bad update can be undone and replayed."""
     first_step: int = 0
     """Number of the first step; a resumed run gives its global step."""
 
     @classmethod
-    def from_code_and_environment(cls, options: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> GuardConfig:
+    def from_code_and_environment(
+        cls, options: Mapping[str, Any], environ: Mapping[str, str] | None = None
+    ) -> GuardConfig:
         """Options given in code, overridden by the environment.
 
         Raises:
@@ -159,7 +161,9 @@ def _describe(annotation: Any) -> str:
         return " or ".join(_describe(member) for member in get_args(annotation))
     if origin is tuple:
         return "a list of strings"
-    return {bool: "True or False", int: "a whole number", float: "a number", str: "a string", type(None): "None"}[annotation]
+    return {bool: "True or False", int: "a whole number", float: "a number", str: "a string", type(None): "None"}[
+        annotation
+    ]
 
 
 def _parse(key: str, text: str, annotation: Any) -> Any:

@@ -1,8 +1,10 @@
 """How a process ends after a fault: together with its peers, with one exit code, never by a timeout.
 
 [Note: who tells whom]
-A rank whose own code raised cannot reach a collective any more, and its peers wait in one. It writes its local part, sets a key in the
-store and ends; a thread on every rank looks for that key, so that each peer learns of it within a few seconds whatever its main thread waits
+A rank whose own code raised cannot reach a collective any more, and its peers wait in one. It writes its local part,
+sets a key in the
+store and ends; a thread on every rank looks for that key, so that each peer learns of it within a few seconds whatever
+its main thread waits
 for, writes its own local part and ends too.
 """
 
@@ -30,13 +32,12 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 class ExitHook:
     """Chains ``sys.excepthook``: an uncaught `NonFiniteError` ends the worker with ``exit_code``.
 
-    Order: the previous hook, flush, ``meet`` (the peers may still write), atexit callbacks, ``os._exit``. SystemExit would not do: with DDP
+    Order: the previous hook, flush, ``meet`` (the peers may still write), atexit callbacks, ``os._exit``. SystemExit
+    would not do: with DDP
     alive, the interpreter's own shutdown can hang or abort and lose the code.
     """
 
-    def __init__(
-        self, exit_code: int, meet: Callable[[], object], on_other: Callable[[BaseException], bool]
-    ) -> None:
+    def __init__(self, exit_code: int, meet: Callable[[], object], on_other: Callable[[BaseException], bool]) -> None:
         self._exit_code = exit_code
         self._meet = meet
         self._on_other = on_other
@@ -79,7 +80,8 @@ class ExitHook:
 class Distress:
     """A key in the job's store that says that a rank has fallen, and the thread that looks for it.
 
-    The thread polls a connection of its own, a few times per ``timeout_s``; it costs the training loop nothing and issues no collective.
+    The thread polls a connection of its own, a few times per ``timeout_s``; it costs the training loop nothing and
+    issues no collective.
     """
 
     def __init__(self, name: str, rank: int, num_ranks: int, timeout_s: float, on_call: Callable[[str], None]) -> None:
@@ -90,7 +92,8 @@ class Distress:
         self._interval_s = min(max(timeout_s / 20, 0.2), 5.0)
         self._on_call = on_call
         self._stop = threading.Event()
-        self._store = dist.distributed_c10d._get_default_store().clone()
+        shared: Any = dist.distributed_c10d._get_default_store()
+        self._store = shared.clone()  # a connection of its own
         self._thread = threading.Thread(target=self._watch, name="ddp_nanguard-distress", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -107,12 +110,12 @@ class Distress:
     def was_called(self) -> bool:
         """Whether a rank has fallen."""
         try:
-            return self._store.check([self._key])
+            return bool(self._store.check([self._key]))
         except RuntimeError:
             return False
 
     def wait_for_all(self) -> None:
-        """This rank has written its part: wait until all have, at most ``timeout_s``, since the first exit makes the launcher end the others."""
+        """Wait until all ranks have written their part, at most ``timeout_s``: the first exit ends the others."""
         deadline = time.monotonic() + self._timeout_s
         try:
             written = self._store.add(f"{self._key}/written", 1)

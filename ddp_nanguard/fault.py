@@ -1,6 +1,7 @@
 """From a verdict that is not clean to the report: rescans, blame, the fault round.
 
-Nothing here runs in a clean step. Host reads and copies are free; collectives are not, and every rank reaches each of them because the
+Nothing here runs in a clean step. Host reads and copies are free; collectives are not, and every rank reaches each of
+them because the
 verdict is the same everywhere.
 """
 
@@ -72,12 +73,13 @@ def look(parts: Parts) -> LocalView:
 def report_of(parts: Parts, view: LocalView, step: int, cause: str) -> FaultReport:
     """Blame on this rank, then the fault round, then the report, the same on every rank.
 
-    Collective: those of `Peers.share`, on the fault group. Where peers do not answer the report is this rank's own and says so.
+    Collective: those of `Peers.share`, on the fault group. Where peers do not answer the report is this rank's own and
+    says so.
     """
     blame = step_view(parts, view, step)
     view.sites, view.habitual = local_sites(blame), blame.habitual
     reduced_bad = any(ranked.site.phase is Phase.REDUCE for ranked in view.sites)
-    local = LocalFault(view.sites, view.damage.names(), reduced_bad)
+    local = LocalFault(view.sites, view.damage.names(), reduced_bad, unchecked(parts))
     notes: list[str] = []
     try:
         shared = (parts.peers.alone() if parts.peers.lost else parts.peers).share(local, step)
@@ -99,7 +101,7 @@ def report_of(parts: Parts, view: LocalView, step: int, cause: str) -> FaultRepo
         ranks_affected=shared.affected,
         cause=cause or _cause_of(origin),
         state=shared.damaged,
-        unchecked=tuple(unchecked(parts)),
+        unchecked=shared.unchecked,
         notes=tuple(notes),
     )
 
@@ -128,7 +130,8 @@ def _cause_of(origin: Site | None) -> str:
     }.get(origin.phase, "unknown")
 
 
-# -- rescans ------------------------------------------------------------------------------------------------------------------
+# -- rescans
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def _damage(parts: Parts, readings: list[Reading]) -> Damage:
@@ -200,7 +203,7 @@ def _gradients(parts: Parts) -> Iterator[tuple[str, Tensor]]:
 
 
 def _reduced_findings(parts: Parts, readings: list[Reading]) -> list[Finding]:
-    """Non-finite gradients after the reduce, by original parameter. The kind is that of the slot: clipping may have spread it since."""
+    """Non-finite gradients after the reduce. The kind is that of the slot: clipping may have spread it since."""
     own = dict(parts.wrapper.named_parameters())
     found: list[Finding] = []
     for reading in readings:
@@ -251,7 +254,8 @@ def step_view(parts: Parts, view: LocalView, step: int) -> StepView:
     )
 
 
-# -- slots by name, for the dump and for comparing a replay ---------------------------------------------------------------------
+# -- slots by name, for the dump and for comparing a replay
+# ---------------------------------------------------------------------
 
 
 def labelled_slots(readings: list[Reading]) -> list[tuple[str, float, float]]:

@@ -1,6 +1,7 @@
 """`NanGuard`: the life of one step, in reading order. It composes the other modules and does nothing itself.
 
-Read on in: `probes` (what is looked at), `board` (where it is left), `verdict` (the one collective), `fault` and `blame` (who did it),
+Read on in: `probes` (what is looked at), `board` (where it is left), `verdict` (the one collective), `fault` and
+`blame` (who did it),
 `record` and `dump` (what is kept), `ending` (how a process stops).
 """
 
@@ -19,13 +20,12 @@ from .blame import LossNote
 from .board import Board, Region
 from .config import GuardConfig
 from .ending import Distress, ExitHook
-from .errors import NonFiniteError
-from .parts import Parts, build_parts
 from .hooks import Hook
 from .message import log_line
+from .parts import Parts, build_parts
 from .policy import FaultPolicy
-from .scan import tensors_in
 from .scaler import WatchedScaler
+from .scan import tensors_in
 from .verdict import Severities, Severity
 
 _log = logging.getLogger(__name__)
@@ -35,7 +35,8 @@ class NanGuard:
     """Stops every rank in the same step, before the weights change, when a value goes non-finite on any of them.
 
     Args:
-        model: what the training loop calls: a DDP or FSDP1 module, one that went through ``fully_shard``, or a plain module.
+        model: what the training loop calls: a DDP or FSDP1 module, one that went through ``fully_shard``, or a plain
+            module.
         optimizer: one optimizer or several.
         scaler: the loop's GradScaler, if it has one.
         replay: ``"module:function"`` that gives the `Recipe`, recorded in dumps.
@@ -45,7 +46,8 @@ class NanGuard:
     Raises:
         ValueError: on every rank, if on any rank the model, an optimizer or an option does not fit, or options differ.
 
-    Collective: construction creates a gloo group over ``group`` and compares options on it. A clean step issues one MAX all-reduce of 16 bytes
+    Collective: construction creates a gloo group over ``group`` and compares options on it. A clean step issues one
+    MAX all-reduce of 16 bytes
     over ``group``; evaluation and ``no_sync`` issue none.
     Host sync: one read per clean step.
     """
@@ -78,7 +80,8 @@ class NanGuard:
         if parts.config.enabled:
             self._attach()
 
-    # -- what the loop calls -----------------------------------------------------------------------------------------------
+    # -- what the loop calls
+    # -----------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model. Without grad mode the hooks come off first, so that no layer chooses another kernel."""
@@ -120,7 +123,7 @@ class NanGuard:
         return self._judge() if self._is_watching() else True
 
     def register(self, **things: Any) -> None:
-        """More to look after: modules for the state check (an EMA copy), random generators, stateful objects for the dump.
+        """Take more to look after: modules (an EMA copy), random generators, stateful objects for the dump.
 
         Raises:
             ValueError: a thing of no such kind, or a name that is taken.
@@ -143,9 +146,12 @@ class NanGuard:
         if error is None:
             self.close()
         else:
-            self._detach(keep_exit_hook=True)  # the error may reach the top: then the peers and the dump are still needed
+            self._detach(
+                keep_exit_hook=True
+            )  # the error may reach the top: then the peers and the dump are still needed
 
-    # -- one step, in order ----------------------------------------------------------------------------------------------------
+    # -- one step, in order
+    # ----------------------------------------------------------------------------------------------------
 
     def _begin_micro_batch(self, batch: Any) -> None:
         """1. The loader has produced an item."""
@@ -210,7 +216,7 @@ class NanGuard:
             parts.gradient.see_reduced()
 
     def _before_update(self, optimizer: torch.optim.Optimizer) -> bool:
-        """6. ``optimizer.step`` is entered: whether it may go on. Optimizers that step after one backward share a verdict."""
+        """6. ``optimizer.step`` is entered: may it go on? Optimizers that step after one backward share a verdict."""
         if not self._activity and id(optimizer) not in self._judged:
             self._judged.add(id(optimizer))
             return self._go_on
@@ -258,7 +264,8 @@ class NanGuard:
             return Severity.FAULT
         return Severity.CLEAN
 
-    # -- on and off ---------------------------------------------------------------------------------------------------------------
+    # -- on and off
+    # ---------------------------------------------------------------------------------------------------------------
 
     def _is_watching(self) -> bool:
         return self._config.enabled and not self._closed
@@ -277,9 +284,7 @@ class NanGuard:
             self._handles.append(optimizer.register_step_post_hook(_StepPost(self)))
         self._exit_hook = ExitHook(self._config.exit_code, parts.peers.meet, self._fell)
         self._distress = (
-            Distress(
-                parts.name, parts.peers.rank, parts.peers.world_size, self._config.timeout_s, self._called_by_peer
-            )
+            Distress(parts.name, parts.peers.rank, parts.peers.world_size, self._config.timeout_s, self._called_by_peer)
             if parts.peers.world_size > 1
             else None
         )
@@ -298,10 +303,11 @@ class NanGuard:
             self._exit_hook.close()
         self._parts.close(keep_fault_group=keep_exit_hook)
 
-    # -- a rank that falls alone ------------------------------------------------------------------------------------------------------
+    # -- a rank that falls alone
+    # ------------------------------------------------------------------------------------------------------
 
     def _fell(self, error: BaseException) -> bool:
-        """This rank's own code raised. If its slots are bad, or a peer has fallen: write the local part, tell the peers."""
+        """This rank's own code raised. If its slots are bad, or a peer has fallen: write the local part, say so."""
         called = self._distress is not None and self._distress.was_called()
         if self._left or not (called or self._policy.saw_something()):
             return False
@@ -348,7 +354,9 @@ class Steps:
     def _warn_of_open_window(self) -> None:
         if self._guard._activity and not self._warned:
             self._warned = True
-            _log.warning("a window was still open when the loader began again: it goes on, and its micro-batches count on")
+            _log.warning(
+                "a window was still open when the loader began again: it goes on, and its micro-batches count on"
+            )
 
 
 class _Entry(Hook):

@@ -11,6 +11,10 @@ def ignore(*args: Any, **kwargs: Any) -> None:
     """What a hook becomes in a copied or pickled model."""
 
 
+def _ignoring() -> Callable[..., None]:
+    return ignore
+
+
 class Hook:
     """A hook that reports to ``target`` while that lives, and that is `ignore` in any copy of the model.
 
@@ -23,5 +27,5 @@ class Hook:
     def __init__(self, target: object) -> None:
         self.target: Callable[[], Any] = weakref.ref(target)
 
-    def __reduce__(self) -> str:
-        return "ignore"  # pickled, and copied, by reference to this module's function
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+        return _ignoring, ()

@@ -24,36 +24,55 @@ def log_line(report: FaultReport) -> str:
 
 
 def what(site: Site) -> str:
-    """What was seen at a site, without rank and step."""
-    kind = _KIND_WORDS[site.kind]
-    layer = layer_text(site.layer) + (f" (call {site.call})" if site.call is not None else "")
+    """What was seen at an origin, without rank and step."""
     if site.between is not None:
-        return _between_text(site, kind)
+        return _between_text(site)
+    kind = _KIND_WORDS[site.kind]
+    match site.phase:
+        case Phase.FORWARD:
+            taken = _KIND_WORDS.get(site.taken_in or "", "finite")
+            return f"{_call_text(site)}: {taken} in, {kind} out" if site.slot == "output" else seen(site)
+        case Phase.LOSS if site.taken_in is None:
+            return f"{site.slot} is {kind}; the model's output was finite"
+        case Phase.BACKWARD if site.slot == "grad":
+            return f"{_call_text(site)}: finite gradient in, {kind} gradient out"
+        case Phase.BACKWARD if site.taken_in is None:
+            return f"gradient of {site.slot} is {kind}; the gradient of its layer's output was finite"
+        case Phase.REDUCE:
+            return f"gradient of {site.slot} is {kind} only after communication; every rank's own gradient was finite"
+        case Phase.OPTIMIZER if site.layer is not None:
+            return f"{site.slot} is {kind} only after the update"
+        case _:
+            return seen(site)
+
+
+def seen(site: Site) -> str:
+    """What was seen at any site, and nothing about what came before it."""
+    kind = _KIND_WORDS[site.kind]
     match site.phase:
         case Phase.STATE:
             return f"{site.slot} is {kind} before the step"
         case Phase.INPUT:
             return f"batch{site.slot} holds {kind}"
         case Phase.FORWARD:
-            taken = _KIND_WORDS[site.taken_in] if site.taken_in else "finite"
-            return f"{layer}: {taken} in, {kind} out" if site.slot == "output" else f"{layer}: {kind} in"
-        case Phase.LOSS:
-            return f"{site.slot} is {kind}; all layers were finite"
+            return f"{site.slot} of {_call_text(site)} is {kind}"
         case Phase.BACKWARD if site.slot == "grad":
-            return f"{layer}: finite gradient in, {kind} gradient out"
-        case Phase.BACKWARD:
-            return f"gradient of {site.slot} is {kind}; the gradient of its layer's output was finite"
-        case Phase.REDUCE:
-            return f"gradient of {site.slot} is {kind} only after communication; every rank's own gradient was finite"
-        case Phase.OPTIMIZER if site.layer is None and site.slot.rsplit(".", 1)[0].split(".")[-1].startswith("g"):
+            return f"gradient at {_call_text(site)} is {kind}"
+        case Phase.BACKWARD | Phase.REDUCE:
+            return f"gradient of {site.slot} is {kind}"
+        case Phase.OPTIMIZER if site.layer is None:
             return f"hyper-parameter {site.slot} is {kind}"
         case _:
-            return f"{site.slot} is {kind} only after the update"
+            return f"{site.slot} is {kind}"
 
 
-def _between_text(site: Site, kind: str) -> str:
+def _call_text(site: Site) -> str:
+    return layer_text(site.layer) + (f" (call {site.call})" if site.call is not None else "")
+
+
+def _between_text(site: Site) -> str:
     assert site.between is not None
-    place = site.between
+    place, kind = site.between, _KIND_WORDS[site.kind]
     code = f"code of {layer_text(place.layer)}" if place.layer is not None else "code of the training step"
     after = "its start" if place.after is None else layer_text(place.after)
     before = "its end" if place.before is None else layer_text(place.before)
@@ -98,7 +117,8 @@ def _affected_text(report: FaultReport) -> str:
         return f"; held by ranks {_ranks(report.holders, len(report.holders))}"
     if not report.num_ranks_affected:
         return ""
-    return f"; seen on {report.num_ranks_affected} of {report.world_size} ranks: {_ranks(report.ranks_affected, report.num_ranks_affected)}"
+    ranks = _ranks(report.ranks_affected, report.num_ranks_affected)
+    return f"; seen on {report.num_ranks_affected} of {report.world_size} ranks: {ranks}"
 
 
 def _ranks(ranks: tuple[int, ...], count: int) -> str:

@@ -62,7 +62,7 @@ class Parts:
     def name(self) -> str:
         """The same on all ranks of this guard and no other guard of the job."""
         group = self.peers.fault_group
-        return group.group_name if group is not None else "alone"
+        return f"{group.group_name}/{self.peers.guard_number}" if group is not None else "alone"
 
     def is_ignored(self, name: str) -> bool:
         """Whether an ``ignore`` pattern covers a layer or a parameter."""
@@ -114,7 +114,7 @@ class Parts:
         self.saw_initial_buffers = True
 
     def see_before_verdict(self, step: int) -> None:
-        """What is looked at once per window: gradients that no hook has covered, buffers, now and then optimizer state."""
+        """Once per window: gradients that no hook has covered, buffers, now and then optimizer state."""
         watch = self.config.watch
         if "backward" in watch or "reduce" in watch:
             self.gradient.see_uncovered()
@@ -134,7 +134,8 @@ class Parts:
                 self.window.generators[name] = thing
             elif not hasattr(thing, "state_dict"):
                 raise ValueError(
-                    f"register({name}={type(thing).__name__}): give a module, a random generator, or an object with state_dict()"
+                    f"register({name}={type(thing).__name__}): "
+                    "give a module, a random generator, or an object with state_dict()"
                 )
             self.registered[name] = thing
 
@@ -159,7 +160,8 @@ def is_ignored(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-# -- putting it together ----------------------------------------------------------------------------------------------------
+# -- putting it together
+# ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -233,13 +235,14 @@ def _require_fitting_optimizer(optimizer: object, wrapper: Wrapper) -> None:
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
-            f"optimizer {name} needs a closure, which it calls several times in one step, so that no single verdict can fall "
-            "before its update; use an optimizer whose step() takes none"
+            f"optimizer {name} needs a closure, which it calls several times in one step, so that no single verdict "
+            "can fall before its update; use an optimizer whose step() takes none"
         )
     own = {id(parameter) for _, parameter in wrapper.named_parameters()}
     if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
         raise ValueError(
-            f"optimizer {name} holds no parameter of the model; build it from model.parameters() after the model is wrapped"
+            f"optimizer {name} holds no parameter of the model; "
+            "build it from model.parameters() after the model is wrapped"
         )
 
 
@@ -249,10 +252,14 @@ def _recipe_directory(replay: str | None) -> str | None:
         return None
     module, colon, function = replay.rpartition(":")
     if not colon or not module or not function.isidentifier():
-        raise ValueError(f'option replay={replay!r} names no recipe; give "module:function" or "path/to/file.py:function"')
+        raise ValueError(
+            f'option replay={replay!r} names no recipe; give "module:function" or "path/to/file.py:function"'
+        )
     if module.endswith(".py"):
         if not os.path.isfile(module):
-            raise ValueError(f"option replay={replay!r}: there is no file {module}; give a path that exists on every rank")
+            raise ValueError(
+                f"option replay={replay!r}: there is no file {module}; give a path that exists on every rank"
+            )
         return os.path.dirname(os.path.abspath(module))
     top = module.partition(".")[0]
     try:
@@ -260,7 +267,9 @@ def _recipe_directory(replay: str | None) -> str | None:
     except (ImportError, ValueError):
         spec = None
     if spec is None:
-        raise ValueError(f"option replay={replay!r}: there is no module {top!r}; give one that can be imported from here")
+        raise ValueError(
+            f"option replay={replay!r}: there is no module {top!r}; give one that can be imported from here"
+        )
     return os.path.dirname(os.path.abspath(spec.origin)) if spec.origin and os.path.isfile(spec.origin) else None
 
 

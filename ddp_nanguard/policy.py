@@ -67,7 +67,8 @@ class FaultPolicy:
             parts.previous.keep(step, parts.window, tensors, parts.optimizers)
         parts.board.keep(step)
 
-    # -- overflows of a scaler ---------------------------------------------------------------------------------------------
+    # -- overflows of a scaler
+    # ---------------------------------------------------------------------------------------------
 
     def _overflow(self, step: int) -> bool:
         self.num_overflows += 1
@@ -84,7 +85,8 @@ class FaultPolicy:
         with self._busy:
             return self._fault(Severity.FAULT, step, cause=f"scale collapse: {reason}")
 
-    # -- faults ----------------------------------------------------------------------------------------------------------------
+    # -- faults
+    # ----------------------------------------------------------------------------------------------------------------
 
     def _fault(self, severity: Severity, step: int, cause: str) -> bool:
         view = self.last_view = look(self.parts)
@@ -106,7 +108,7 @@ class FaultPolicy:
         return self._stop(report, view)
 
     def _confirmed(self, severity: Severity, view: LocalView) -> Severity:
-        """Gradients that were bad in backward and are finite now are no fault: a scaler or the loop has dealt with them."""
+        """Gradients that were bad in backward and are finite now are no fault: somebody has dealt with them."""
         other = bool(view.damage.names() or view.hyper_parameters)
         other, seen, now, loss = self._any_of(other, view.gradients_bad_seen, view.gradients_bad_now, view.loss_bad)
         if severity is not Severity.FAULT or other or now or not seen or self.parts.scaler is not None:
@@ -169,7 +171,7 @@ class FaultPolicy:
         parts.previous.restore()
         parts.window.put_buffers(parts.named_buffers(), parts.previous.buffers)
         names = ", ".join(report.state[:4]) + (", ..." if len(report.state) > 4 else "")
-        note = f"the update of step {report.step} made {names} non-finite; weights and optimizer state were put back to before it"
+        note = f"the update of step {report.step} made {names} non-finite; all was put back to before that update"
         return replace(report, state=(), notes=(*report.notes, note))
 
     def _dumped(
@@ -190,7 +192,8 @@ class FaultPolicy:
             _log.error("%s", note)
         return replace(report, dump_path=result.path, notes=(*report.notes, *notes))
 
-    # -- without peers -------------------------------------------------------------------------------------------------------------
+    # -- without peers
+    # -------------------------------------------------------------------------------------------------------------
 
     def saw_something(self) -> bool:
         """Whether this rank's own slots show a fault. Host sync: many."""

@@ -36,6 +36,11 @@ def dump_request(
     """Everything of this rank that replay needs. Host sync: many; fault path only.
 
     Args:
+        parts: of the guard.
+        report: what all ranks say.
+        view: what this rank saw.
+        window: the micro-batches to replay.
+        group: the fault group; None where peers are lost.
         gradients: parameter and gradient by name, for the replay of an update; empty otherwise.
     """
     state, special = _state(parts)
@@ -72,8 +77,8 @@ def dump_request(
 
 def run_id() -> str:
     """The same on all ranks of a run and no other, as far as the launcher tells."""
-    given = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    return f"{given}-{os.environ.get('MASTER_ADDR', '')}-{os.environ.get('MASTER_PORT', '')}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
+    names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+    return "-".join(os.environ.get(name, "") for name in names)
 
 
 def _state(parts: Parts) -> tuple[list[Piece], dict[str, Tensor]]:
@@ -81,7 +86,13 @@ def _state(parts: Parts) -> tuple[list[Piece], dict[str, Tensor]]:
     special: dict[str, Tensor] = {}
     if parts.config.dump_weights:
         for name, parameter in parts.wrapper.named_parameters():
-            _add(pieces, special, f"model.{name}", parameter, partial(parts.wrapper.pieces, "model.", name, parameter, parameter))
+            _add(
+                pieces,
+                special,
+                f"model.{name}",
+                parameter,
+                partial(parts.wrapper.pieces, "model.", name, parameter, parameter),
+            )
     if parts.config.dump_optimizer:
         for index, optimizer in enumerate(parts.optimizers):
             for name, parameter in parts.state.named_parameters_of(optimizer):
@@ -109,7 +120,9 @@ def _add_state(
     _add(pieces, special, f"{prefix}{name}{suffix}", value, cut)
 
 
-def _add(pieces: list[Piece], special: dict[str, Tensor], name: str, tensor: Tensor, cut: Callable[[], list[Piece]]) -> None:
+def _add(
+    pieces: list[Piece], special: dict[str, Tensor], name: str, tensor: Tensor, cut: Callable[[], list[Piece]]
+) -> None:
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         special[name] = tensor.detach()
         return
@@ -195,7 +208,7 @@ def _device_text(device: torch.device) -> dict[str, Any]:
 
 
 def _history(parts: Parts, view: LocalView, report: FaultReport) -> dict[str, np.ndarray[Any, Any]]:
-    """Slots of the last steps and of this one as ``step.<n>.labels`` (text) and ``step.<n>.values`` (min, max), with loss and gradient norm."""
+    """Slots of the last steps and of this one: ``step.<n>.labels`` (text), ``step.<n>.values`` (min, max)."""
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     steps = [(past.step, past.readings()) for past in parts.board.past()]
     for step, readings in steps:

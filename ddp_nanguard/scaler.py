@@ -1,8 +1,10 @@
 """GradScaler: the verdict on entry to ``scaler.step``, and a scaler that stays legal after a skipped step.
 
 [Note: skipping under a scaler]
-``scaler.step`` may never call ``optimizer.step``, so the verdict cannot wait for it. After a skip the scaler must believe that it has
-unscaled and stepped, without an inf found, or its ``update`` raises; the growth tracker goes back by one so that ``update`` leaves scale and
+``scaler.step`` may never call ``optimizer.step``, so the verdict cannot wait for it. After a skip the scaler must
+believe that it has
+unscaled and stepped, without an inf found, or its ``update`` raises; the growth tracker goes back by one so that
+``update`` leaves scale and
 tracker as they were.
 """
 
@@ -104,7 +106,7 @@ def require_fitting_scaler(scaler: object, wrapper_kind: str) -> GradScaler | No
 
         if not isinstance(scaler, ShardedGradScaler):
             raise ValueError(
-                f"option scaler={type(scaler).__name__} with FSDP lets ranks skip apart, since each sees its own shard; "
+                f"option scaler={type(scaler).__name__} with FSDP lets ranks skip apart, since each sees only its shard; "
                 "give torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
             )
     return scaler

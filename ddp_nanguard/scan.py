@@ -42,7 +42,8 @@ def dense_parts(tensor: Tensor) -> list[Tensor] | None:
     """The plain tensors whose values are those of ``tensor``.
 
     Returns:
-        Tensors for which `is_plain` holds, possibly none (integers and empty tensors are always clean), or None where the kind cannot
+        Tensors for which `is_plain` holds, possibly none (integers and empty tensors are always clean), or None where
+        the kind cannot
         be checked: meta, quantised, functorch-wrapped, unknown subclasses.
     """
     if is_plain(tensor):
@@ -90,7 +91,9 @@ def tensors_in(value: Any, depth: int = 8) -> Iterator[Tensor]:
         yield tensor
 
 
-def named_tensors_in(value: Any, path: tuple[Any, ...] = (), depth: int = 8) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+def named_tensors_in(
+    value: Any, path: tuple[Any, ...] = (), depth: int = 8
+) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
     """Like `tensors_in`, with the path of keys, indices and field names that leads to each."""
     if isinstance(value, Tensor):
         yield path, value

@@ -43,7 +43,7 @@ KINDS = ("nan", "inf", "-inf")
 
 @dataclass(frozen=True)
 class Between:
-    """A value that no module made: the code of ``layer`` (None: the training step itself) did, between two clean and bad sites."""
+    """A value that no module made: the code of ``layer`` did (None: the training step), between two sites."""
 
     layer: str | None
     after: str | None
@@ -81,7 +81,8 @@ class Site:
         kind: ``nan``, ``inf`` or ``-inf``, the worst that is there.
         between: set when the parent's own code did it.
         evidence: counts from a rescan, where the tensor was still at hand.
-        taken_in: worst kind among the inputs of the call (or the gradients of its outputs), None where they were finite.
+        taken_in: worst kind among what it was made from (inputs of the call, gradient of the layer's output, the
+            model's output for a loss), None where that was finite, ``unchecked`` where nobody looked.
         order: execution order within phase and micro-batch; only for sorting.
     """
 

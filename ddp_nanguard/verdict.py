@@ -1,8 +1,10 @@
 """The one collective of a clean step, and the fault round.
 
 [Note: severity]
-Each rank turns its slots into one integer on the device; the verdict is the MAX over ranks. Integers, because NaN is lost in a MAX over floats
-(and which rank holds it decides whether). Only when the verdict is not clean do ranks talk about details, on a CPU group of its own with
+Each rank turns its slots into one integer on the device; the verdict is the MAX over ranks. Integers, because NaN is
+lost in a MAX over floats
+(and which rank holds it decides whether). Only when the verdict is not clean do ranks talk about details, on a CPU
+group of its own with
 a timeout of its own, so that neither a watchdog of the training group nor a dead peer takes the evidence along.
 """
 
@@ -26,6 +28,7 @@ _NO_KEY = (1 << 63) - 1
 _SITE_BYTES = 1024
 _NAME_BYTES = 256
 _OPTION_BYTES = 8192
+_CONSTRUCTION_TIMEOUT_S = 1800.0  # ranks load their models at different speed
 
 
 class Severity(enum.IntEnum):
@@ -48,6 +51,7 @@ class LocalFault:
     sites: list[RankedSite]
     damaged: list[str]
     holds_reduced: bool
+    unchecked: list[str]
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ class SharedFault:
     holders: tuple[int, ...]
     affected: tuple[int, ...]
     num_affected: int
+    unchecked: tuple[str, ...]
 
 
 class Peers:
@@ -78,9 +83,12 @@ class Peers:
         self.ranks = dist.get_process_group_ranks(group or dist.group.WORLD) if self.connected else [0]
         self.device = _verdict_device(group, device) if self.connected else device
         self.lost = False
+        self.guard_number = 0
         self.fault_group: dist.ProcessGroup | None = None
         if self.connected:
             self.fault_group = _fault_group(tuple(self.ranks))
+            self.guard_number = _guards_made[tuple(self.ranks)] = _guards_made.get(tuple(self.ranks), 0) + 1
+            self.bound_waiting(_CONSTRUCTION_TIMEOUT_S)
 
     @property
     def index(self) -> int:
@@ -113,7 +121,8 @@ class Peers:
         lone.fault_group = None
         return lone
 
-    # -- the fault round -------------------------------------------------------------------------------------------------
+    # -- the fault round
+    # -------------------------------------------------------------------------------------------------
 
     def any_of(self, *flags: bool) -> list[bool]:
         """Each flag OR-ed over all ranks. Collective: one MAX all-reduce on the fault group."""
@@ -126,13 +135,16 @@ class Peers:
     def share(self, fault: LocalFault, step: int) -> SharedFault:
         """Find the earliest sites over all ranks.
 
-        Collective: at most `MAX_SITES` MIN all-reduces of 8 bytes and one SUM all-reduce of the details for sites, the same for names, and one
+        Collective: at most `MAX_SITES` MIN all-reduces of 8 bytes and one SUM all-reduce of the details for sites, the
+        same for names, and one
         all-reduce of two bytes per rank, all on the fault group. Nothing is gathered.
         """
         keyed = [(ranked.key(self.index, step), ranked.site) for ranked in fault.sites[:MAX_SITES]]
         sites = [_site_from(text) for text in self._earliest([(k, _site_text(s)) for k, s in keyed], _SITE_BYTES)]
         names = [(order << 20 | self.index, name) for order, name in enumerate(fault.damaged[:MAX_SITES])]
         damaged = self._earliest(names, _NAME_BYTES)
+        remarks = [(order << 20 | self.index, text) for order, text in enumerate(fault.unchecked[:MAX_SITES])]
+        unchecked = self._earliest(remarks, _SITE_BYTES)
         holders, affected = self._ranks_where(fault.holds_reduced, any(not ranked.weak for ranked in fault.sites))
         return SharedFault(
             sites=tuple(site for site in sites if site is not None),
@@ -140,6 +152,7 @@ class Peers:
             holders=tuple(holders[:MAX_RANKS_LISTED]),
             affected=tuple(affected[:MAX_RANKS_LISTED]),
             num_affected=len(affected),
+            unchecked=tuple(dict.fromkeys(unchecked)),
         )
 
     def _earliest(self, mine: list[tuple[int, str]], row_bytes: int) -> list[str]:
@@ -174,7 +187,8 @@ class Peers:
             dist.all_reduce(marks, group=self.fault_group)
         return [[self.ranks[index] for index in row.nonzero().flatten().tolist()] for row in marks]
 
-    # -- at construction, and at the end -------------------------------------------------------------------------------------
+    # -- at construction, and at the end
+    # -------------------------------------------------------------------------------------
 
     def require_no_problem(self, problem: str | None) -> None:
         """What does not fit on one rank stops the construction on all.
@@ -218,7 +232,7 @@ class Peers:
         return bytes(row.tolist()).rstrip(b"\0").decode()
 
     def meet(self) -> bool:
-        """Wait for all peers, at most ``timeout_s``; whether they came. Collective: one all-reduce on the fault group."""
+        """Wait for all peers, at most ``timeout_s``; whether they came. Collective: one all-reduce (fault group)."""
         if self.fault_group is None:
             return True
         try:
@@ -232,13 +246,15 @@ class Peers:
         self.fault_group = None
 
 
+_guards_made: dict[tuple[int, ...], int] = {}
 _groups: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 
 def _fault_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     """One gloo group per set of ranks and life of the default group.
 
-    A group that only its members create is named after its ranks: made a second time it would meet the first one's addresses in the store.
+    A group that only its members create is named after its ranks: made a second time it would meet the first one's
+    addresses in the store.
     """
     world, group = _groups.get(ranks, (None, None))
     if group is None or world is not dist.group.WORLD:
@@ -278,7 +294,8 @@ def _site_from(text: str) -> Site | None:
         return None
 
 
-# -- severity ------------------------------------------------------------------------------------------------------------------
+# -- severity
+# ------------------------------------------------------------------------------------------------------------------
 
 
 class Severities:

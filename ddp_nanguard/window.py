@@ -40,7 +40,8 @@ class MicroBatch:
 class Window:
     """The micro-batches of the step now running, and the buffers from before it.
 
-    Memory: references to the batches (copies with ``copy_batch`` or where ``hold="host"`` moves them off the device) and one copy of the
+    Memory: references to the batches (copies with ``copy_batch`` or where ``hold="host"`` moves them off the device)
+    and one copy of the
     floating buffers and counters.
     """
 
@@ -158,7 +159,7 @@ def _cloned_state(optimizer: torch.optim.Optimizer) -> dict[Any, dict[str, Any]]
 
 
 def copy_containers(value: Any, keep: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with its containers copied and its tensors passed through ``keep``; what is no container stays as it is."""
+    """``value`` with its containers copied and its tensors passed through ``keep``; the rest stays as it is."""
     if isinstance(value, Tensor):
         return keep(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -168,9 +169,9 @@ def copy_containers(value: Any, keep: Callable[[Tensor], Tensor]) -> Any:
     if type(value) is dict:
         return {key: copy_containers(item, keep) for key, item in value.items()}
     if isinstance(value, Mapping) and hasattr(value, "copy") and hasattr(value, "__setitem__"):
-        copied = copy.copy(value)
+        copied: Any = copy.copy(value)
         for key, item in value.items():
-            copied[key] = copy_containers(item, keep)  # type: ignore[index]  # it has __setitem__
+            copied[key] = copy_containers(item, keep)
         return copied
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         copied = copy.copy(value)
@@ -206,6 +207,8 @@ def _can_change(buffer: Tensor) -> bool:
 
 def _fits(copies: dict[str, Tensor], sources: dict[str, Tensor]) -> bool:
     return copies.keys() == sources.keys() and all(
-        copies[name].shape == source.shape and copies[name].dtype == source.dtype and copies[name].device == source.device
+        copies[name].shape == source.shape
+        and copies[name].dtype == source.dtype
+        and copies[name].device == source.device
         for name, source in sources.items()
     )

@@ -21,6 +21,7 @@ from .format import LOCK_FILE, MANIFEST, PARTIAL, WRITER_JSON, DumpName, rank_na
 
 LOCK_TIMEOUT_S = 10.0
 ABANDONED_S = 3600.0
+DOOMED = ".old-"
 
 
 @contextlib.contextmanager
@@ -155,20 +156,15 @@ def rotate(root: Path, keep: int, current: Path) -> None:
         oldest_first = sorted(whole, key=lambda path: (path / MANIFEST).stat().st_mtime_ns)
         for path in oldest_first[: max(0, len(oldest_first) + 1 - keep)]:
             if not _is_being_written(path):
-                _remove(path)
+                # renamed first: what is half removed must not look like a dump
+                path.rename(root / f"{DOOMED}{uuid.uuid4().hex}")
+    for path in root.glob(f"{DOOMED}*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _is_being_written(path: Path) -> bool:
     now = time.time()
     return any(now - child.stat().st_mtime < ABANDONED_S for child in path.glob(f"rank-*{PARTIAL}"))
-
-
-def _remove(path: Path) -> None:
-    """Renames first: what is half removed must not look like a dump."""
-    doomed = path.parent / f".old-{uuid.uuid4().hex}"
-    with contextlib.suppress(OSError):
-        path.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
 
 
 def leave(partial: Path, rank: int) -> None:

@@ -15,6 +15,7 @@ from ddp_nanguard.errors import DumpError
 from ddp_nanguard.pieces import Piece
 from ddp_nanguard.rng import RandomState
 from ddp_nanguard.site import SCHEMA_VERSION
+from ddp_nanguard.window import MicroBatch
 
 from .format import (
     EVIDENCE,
@@ -190,19 +191,10 @@ def _tensor_entry(piece: Piece) -> dict[str, Any]:
 
 
 def _window_of(request: DumpRequest) -> dict[str, Any]:
-    micro_batches = [
-        {
-            "index": item.index,
-            "batch": item.batch,
-            "random_state": _plain_random_state(item.random_state),
-            "losses": item.losses,
-            "modified": item.modified,
-            "scaler": item.scaler,
-        }
-        for item in request.window
-    ]
+    micro_batches = [{**_fields(item), "random_state": _fields(item.random_state)} for item in request.window]
     return {"micro_batches": micro_batches, "buffers": request.buffers, "special": request.special}
 
 
-def _plain_random_state(state: RandomState) -> dict[str, Any]:
-    return {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+def _fields(value: MicroBatch | RandomState) -> dict[str, Any]:
+    """Not `dataclasses.asdict`, which copies every tensor."""
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}

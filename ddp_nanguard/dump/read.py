@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -48,6 +49,9 @@ from .format import (
 )
 from .manifest import read_plain_state
 from .pack import Types, unpack
+
+OPEN_FILES = 16
+"""Files of tensors that a dump keeps open, since opening one parses its whole header."""
 
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
@@ -137,6 +141,8 @@ class Dump:
         self.ranks = sorted(self._rank_paths)
         self._listings = {rank: self._listing(rank) for rank in self.ranks}
         self._chunks: dict[str, list[_Chunk]] | None = None
+        self._own: dict[int, dict[str, list[_Chunk]]] = {}
+        self._open = functools.lru_cache(maxsize=OPEN_FILES)(open_tensors)
 
     @property
     def path(self) -> Path:
@@ -266,13 +272,18 @@ class Dump:
             DumpError: a name is unknown, or shards of it are missing.
         """
         aliases: dict[str, str] = self.manifest["aliases"]
-        wanted = [*self.names(), *aliases] if names is None else list(names)
+        wanted = list(names) if names is not None else self._all_names(aliases)
         loaded: dict[str, torch.Tensor] = {}
         for name in wanted:
             kept = aliases.get(name, name)
             if kept not in loaded:
                 loaded[kept] = self._load(kept, rank)
         return {name: loaded[aliases.get(name, name)] for name in wanted}
+
+    def _all_names(self, aliases: Mapping[str, str]) -> list[str]:
+        stored = self.names()
+        known = set(stored)
+        return stored + [alias for alias, kept in aliases.items() if kept in known]  # others are buffers
 
     def load_into(self, state: Mapping[str, torch.Tensor], rank: int | None = None) -> None:
         """Copies stored values into tensors, DTensors included, reading one tensor at a time.
@@ -294,13 +305,13 @@ class Dump:
 
     def _load(self, name: str, rank: int | None) -> torch.Tensor:
         entry = self._entry(name, rank)
-        own = [chunk for chunk in self._own_chunks(rank) if chunk.name == name] if rank is not None else []
+        own = self._own_chunks(rank).get(name, []) if rank is not None else []
         dtype = dtype_of(entry["dtype"])
         stored_shape = (*entry["stored_shape"], 2) if dtype.is_complex else tuple(entry["stored_shape"])
         base = [] if _covers(own, stored_shape) else self._base_chunks(name, stored_shape)
         tensor: torch.Tensor | None = None
         for chunk in [*base, *own]:
-            part = chunk.read()
+            part = self._open(chunk.file).get_tensor(chunk.key)
             if tensor is None:
                 tensor = torch.empty(stored_shape, dtype=part.dtype)
             tensor[chunk.region] = part
@@ -341,15 +352,21 @@ class Dump:
         files = [file for path in self.paths for file in sorted((path / STATE_DIR).glob("*.safetensors"))]
         chunks = [chunk for file in files for chunk in _chunks_in(file)]
         if self.manifest["alone"] or not self.manifest["weights"]["complete"]:
-            chunks += [chunk for rank in self.ranks for chunk in self._own_chunks(rank)]
+            own = (self._own_chunks(rank) for rank in self.ranks)
+            chunks += [chunk for by_name in own for named in by_name.values() for chunk in named]
         by_name: dict[str, dict[tuple[int, ...], _Chunk]] = {}
         for chunk in chunks:
             by_name.setdefault(chunk.name, {}).setdefault(chunk.offsets, chunk)
         return {name: list(places.values()) for name, places in by_name.items()}
 
-    def _own_chunks(self, rank: int) -> list[_Chunk]:
-        path = self._rank(rank) / OWN
-        return _chunks_in(path) if path.exists() else []
+    def _own_chunks(self, rank: int) -> dict[str, list[_Chunk]]:
+        if rank not in self._own:
+            path = self._rank(rank) / OWN
+            by_name: dict[str, list[_Chunk]] = {}
+            for chunk in _chunks_in(path) if path.exists() else []:
+                by_name.setdefault(chunk.name, []).append(chunk)
+            self._own[rank] = by_name
+        return self._own[rank]
 
 
 @dataclass(frozen=True)
@@ -365,11 +382,6 @@ class _Chunk:
     @property
     def region(self) -> tuple[slice, ...]:
         return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.shape, strict=True))
-
-    def read(self) -> torch.Tensor:
-        with open_tensors(self.file) as file:
-            tensor: torch.Tensor = file.get_tensor(self.key)
-        return tensor
 
 
 def _chunks_in(path: Path) -> list[_Chunk]:
@@ -441,9 +453,10 @@ def _directory_of(path: Path) -> Path:
 
 def _checked_manifest(path: Path) -> dict[str, Any]:
     if not place.is_whole(path):
+        evidence = next(iter(sorted(path.glob(f"rank-*/{EVIDENCE}"))), None)
+        remedy = f"read {evidence} by eye, or use another dump" if evidence else "use another dump"
         raise DumpError(
-            f"{path} is partial: its writers ended before it was whole; "
-            f"read {rank_name(0)}/{EVIDENCE} by eye, or replay another dump, see: ddp-nanguard list {path.parent}"
+            f"{path} is partial: its writers ended before it was whole; {remedy}, see: ddp-nanguard list {path.parent}"
         )
     manifest: dict[str, Any] = read_json(path, MANIFEST)
     _check_schema(path / MANIFEST, manifest)
@@ -543,7 +556,7 @@ def _with_manifest(base: DumpSummary, paths: list[Path]) -> DumpSummary:
         created=manifest["created"],
         origin=log_line(report),
         world_size=report.world_size,
-        whole=len(base.ranks) == report.world_size and manifest["weights"]["complete"],
+        whole=len(base.ranks) == report.world_size and (manifest["weights"]["complete"] or manifest["alone"]),
         remark=_remark(manifest, len(base.ranks)),
     )
 
@@ -551,4 +564,5 @@ def _with_manifest(base: DumpSummary, paths: list[Path]) -> DumpSummary:
 def _remark(manifest: dict[str, Any], num_ranks: int) -> str:
     if num_ranks < manifest["world_size"]:
         return f"{num_ranks} of {manifest['world_size']} ranks"
-    return "" if manifest["weights"]["complete"] else f"no weights: {manifest['weights']['problem']}"
+    complete = manifest["weights"]["complete"] or manifest["alone"]
+    return "" if complete else f"no weights: {manifest['weights']['problem']}"

@@ -68,9 +68,12 @@ class _PiecePlanner(DefaultSavePlanner):
 
     def __init__(self, pieces: Iterable[Piece]) -> None:
         super().__init__(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
-        self._chunks = {(chunk.name, chunk.offsets): chunk for chunk in chunks_of(pieces)}
+        self._pieces = pieces
+        self._chunks: dict[tuple[str, tuple[int, ...]], Piece] = {}
 
     def create_local_plan(self) -> SavePlan:
+        # not in the constructor: an error here reaches every rank
+        self._chunks = {(chunk.name, chunk.offsets): chunk for chunk in chunks_of(self._pieces)}
         self.plan = SavePlan([_write_item(chunk) for chunk in self._chunks.values()])
         return self.plan
 

@@ -45,6 +45,8 @@ __all__ = ["DumpRequest", "DumpResult", "write_dump"]
 KEY_BYTES = 8
 ROW_BYTES = 16
 """A row of the table of replicas: 8 bytes that stand for name and place of a piece, 8 for its content."""
+MAX_NAMES = 8
+"""Names of differing tensors that each rank tells its peers."""
 NO_SPACE = "left out for lack of space"
 
 
@@ -149,13 +151,16 @@ class _Together:
             self.path = None
         table = self.peers.gather_numbers(self.request.rank, int(self.path is not None))
         self.ranks = [rank for rank, _ in table]
-        self.sharing = ranks_in(self.path) if self.path is not None else []
+        self.sharing = self.problems.guard("ranks unknown", self._visible_ranks) or []
         return any(has_path for _, has_path in table)
 
     def _make_rank_directory(self) -> bool:
         assert self.path is not None
         (self.path / rank_name(self.request.rank)).mkdir()
         return True
+
+    def _visible_ranks(self) -> list[int]:
+        return ranks_in(self.path) if self.path is not None else []
 
     @property
     def _leads(self) -> bool:
@@ -220,7 +225,7 @@ class _Together:
         except RuntimeError as error:
             raise PeersLostError(reason(error)) from error
         if directory is not None:
-            self._check_state(directory, written, files)
+            self.problems.guard("state/ not checked", lambda: self._check_state(directory, written, files))
 
     def _state_failed(self, error: CheckpointException, files: RankFiles) -> None:
         """Some rank could not write; all ranks are here, with the same error."""
@@ -251,10 +256,11 @@ class _Together:
 
     def _tell(self) -> Outcome:
         """Every rank's problems, on every rank."""
+        more = [f"and {len(self.differing) - MAX_NAMES} more"] if len(self.differing) > MAX_NAMES else []
         said = self.peers.gather_data(
             {
                 "problems": self.problems.lines,
-                "differ": self.differing,
+                "differ": self.differing[:MAX_NAMES] + more,
                 "weights": [self.weights_problem] if self.weights_problem else [],
             }
         )

@@ -1,8 +1,10 @@
 """Backward: tensor hooks on the sightings of the forward, and the moment at which a backward pass has ended.
 
 [Note: the end of backward]
-An engine callback queued from inside an engine callback runs after the wrapper's own finalisation and so sees reduced gradients; one queued
-only once may run too early. Reentrant checkpointing runs nested backward passes whose callbacks see half of the gradients: only the
+An engine callback queued from inside an engine callback runs after the wrapper's own finalisation and so sees reduced
+gradients; one queued
+only once may run too early. Reentrant checkpointing runs nested backward passes whose callbacks see half of the
+gradients: only the
 outermost pass counts.
 """
 
@@ -14,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from ..board import Board, Region
+from ddp_nanguard.board import Board, Region
+
 from .calls import Call, Sighting
 
 
@@ -31,7 +34,7 @@ class BackwardProbe:
     def watch(self, tensor: Tensor, sighting: Sighting) -> None:
         """Probe the gradient of a non-leaf tensor when backward reaches it."""
         if self._probes_activations:
-            tensor.register_hook(GradientHook(self, sighting))
+            tensor.register_hook(GradientHook(self, sighting))  # type: ignore[no-untyped-call]  # torch's own
 
     def enter(self) -> None:
         """To be called by every hook that runs in backward; the first one arranges for the end."""
@@ -72,6 +75,7 @@ class GradientHook:
         self.sighting = sighting
 
     def __call__(self, gradient: Tensor) -> None:
+        """Backward has reached the tensor."""
         if self.probe.is_closed():
             return
         self.probe.enter()

@@ -1,8 +1,10 @@
 """Calls of modules and the tensors they take and give: the host-side record that blame is later read from.
 
 [Note: sightings]
-A `Sighting` is one version of one tensor, seen by a probe. A module's input is probed only where it is not a sighting already (same object,
-same ``_version``), so one pass over the data per tensor is enough to tell code between two modules from the module after it: an input
+A `Sighting` is one version of one tensor, seen by a probe. A module's input is probed only where it is not a sighting
+already (same object,
+same ``_version``), so one pass over the data per tensor is enough to tell code between two modules from the module
+after it: an input
 that is no sighting was made by the code in between.
 """
 

@@ -1,6 +1,7 @@
 """Forward: a hook before and after every watched module.
 
-Before: tensors that no probe has just seen are reduced as inputs. After: outputs are reduced. Both get a tensor hook for backward.
+Before: tensors that no probe has just seen are reduced as inputs. After: outputs are reduced. Both get a tensor hook
+for backward.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..board import Board, Region
-from ..hooks import Hook
-from ..scan import tensors_in
+from ddp_nanguard.board import Board, Region
+from ddp_nanguard.hooks import Hook
+from ddp_nanguard.scan import tensors_in
+
 from .backward import BackwardProbe
 from .calls import Call, Sighting, in_backward
 
@@ -22,7 +24,8 @@ from .calls import Call, Sighting, in_backward
 class ForwardProbe:
     """Watches the modules of one model.
 
-    Hooks are on the modules only while armed: some layers choose another kernel as soon as they carry hooks, and forwards without grad
+    Hooks are on the modules only while armed: some layers choose another kernel as soon as they carry hooks, and
+    forwards without grad
     mode are to be left alone.
     """
 
@@ -134,7 +137,9 @@ class ForwardProbe:
         if seen is None or not seen.is_still(tensor):
             seen = self._sight(call, tensor, "output", region)
         elif region is Region.OUTPUT:
-            self.board.reduce(region, tensor, seen)  # a root that returns a child's output: the verdict reads root outputs apart
+            self.board.reduce(
+                region, tensor, seen
+            )  # a root that returns a child's output: the verdict reads root outputs apart
         call.outputs.append(seen)
 
     def _sight(self, call: Call, tensor: Tensor, slot: str, region: Region) -> Sighting:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ..board import Board, Region
+from ddp_nanguard.board import Board, Region
+
 from .backward import BackwardProbe
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..board import Board, Region
+from ddp_nanguard.board import Board, Region
 
 _NEVER_INFINITE = frozenset({"lr", "weight_decay", "momentum", "dampening", "eps", "betas", "alpha", "rho", "lr_decay"})
 
@@ -156,9 +156,7 @@ def is_bad_number(name: str, value: float) -> bool:
 
 
 def _numbers(name: str, value: object) -> Iterator[tuple[str, float | Tensor]]:
-    if isinstance(value, float):
-        yield name, value
-    elif isinstance(value, Tensor) and value.is_floating_point():
+    if isinstance(value, float) or (isinstance(value, Tensor) and value.is_floating_point()):
         yield name, value
     elif isinstance(value, (tuple, list)):
         for index, item in enumerate(value):

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dump.manifest import settings, versions
-from ..dump.read import Dump
-from ..message import what
-from ..site import Phase, Site
-from ..window import MicroBatch
+from ddp_nanguard.dump.manifest import settings, versions
+from ddp_nanguard.dump.read import Dump
+from ddp_nanguard.message import what
+from ddp_nanguard.site import Phase, Site
+from ddp_nanguard.window import MicroBatch
+
 from .rerun import Rerun
 
 
@@ -138,7 +139,9 @@ def _conclude(result: Result, then: Site | None, now: Site | None) -> None:
 def _not_reproduced(result: Result) -> str:
     if result.differs:
         return f"every value was finite this time; different here: {'; '.join(result.differs)}"
-    return "every value was finite this time, on equal software: suspect nondeterminism or the recorded device's hardware"
+    return (
+        "every value was finite this time, on equal software: suspect nondeterminism or the recorded device's hardware"
+    )
 
 
 def _elsewhere(result: Result, same_place: bool, now: Site | None) -> str:
@@ -148,7 +151,8 @@ def _elsewhere(result: Result, same_place: bool, now: Site | None) -> str:
         return f"the same site, but other bits: {upto}; first different: {where}"
     if now is None:
         return f"this rank's values differ, all finite: {upto}; first different: {where}"
-    return f"now first at {str(now.phase)} · {what(now)}; {upto if result.first_difference else 'all compared slots are the same'}"
+    agreement = upto if result.first_difference else "all compared slots are the same"
+    return f"now first at {now.phase!s} · {what(now)}; {agreement}"
 
 
 def _compare_slots(dump: Dump, rank: int, again: Rerun, alone: bool, result: Result) -> None:
@@ -207,7 +211,11 @@ def _shown(loss: Tensor) -> str:
         return f"{tuple(loss.shape)} {loss.dtype}"
     value = loss.detach().cpu()
     size = f"i{value.element_size()}"
-    bits = value.reshape(1).numpy().view(size) if value.dtype != torch.bfloat16 else value.reshape(1).view(torch.int16).numpy()
+    bits = (
+        value.reshape(1).numpy().view(size)
+        if value.dtype != torch.bfloat16
+        else value.reshape(1).view(torch.int16).numpy()
+    )
     mask = (1 << 8 * value.element_size()) - 1
     return f"{float(value):.9g} (0x{int(bits[0]) & mask:0{2 * value.element_size()}x})"
 

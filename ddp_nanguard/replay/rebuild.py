@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from ..dump.read import Dump
-from ..errors import DumpError
-from ..pieces import Piece
-from ..wrappers import Wrapper, wrap_like, wrapper_of
+from ddp_nanguard.dump.read import Dump
+from ddp_nanguard.errors import DumpError
+from ddp_nanguard.pieces import Piece
+from ddp_nanguard.wrappers import Wrapper, wrap_like, wrapper_of
+
 from .recipe import Recipe
 
 
@@ -47,6 +48,10 @@ def rebuild(dump: Dump, rank: int, recipe: Recipe, device: torch.device, alone: 
     """Model and optimizer with the dumped weights, as the rank had them.
 
     Args:
+        dump: the dump.
+        rank: whose step.
+        recipe: the user's.
+        device: where the model goes.
         alone: one process stands for ``rank``; DDP is left out, FSDP wraps over one member.
 
     Raises:
@@ -81,11 +86,14 @@ def require_matching_parameters(dump: Dump, model: nn.Module) -> None:
             raise DumpError(f"the recipe's model has no parameter {name!r}, the dump has; give the recipe of that run")
         if built[name] != shape:
             raise DumpError(
-                f"the recipe's parameter {name!r} has shape {built[name]}, the dump's has {shape}; give the recipe of that run"
+                f"the recipe's parameter {name!r} has shape {built[name]}, the dump's {shape}; "
+                "give the recipe of that run"
             )
     extra = sorted(built.keys() - recorded.keys())
     if extra and recorded:
-        raise DumpError(f"the recipe's model has a parameter {extra[0]!r}, the dump has not; give the recipe of that run")
+        raise DumpError(
+            f"the recipe's model has a parameter {extra[0]!r}, the dump has not; give the recipe of that run"
+        )
 
 
 def _wrapped(dump: Dump, recipe: Recipe, device: torch.device, alone: bool) -> nn.Module:
@@ -137,7 +145,8 @@ def _set_modes(dump: Dump, rank: int, wrapper: Wrapper) -> None:
         parameter.requires_grad_(name not in frozen)
 
 
-# -- optimizers ------------------------------------------------------------------------------------------------------------------
+# -- optimizers
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def _optimizers(dump: Dump, rank: int, recipe: Recipe, wrapper: Wrapper) -> list[torch.optim.Optimizer]:
@@ -210,7 +219,7 @@ def _keys_of_flat(wrapper: Wrapper, name: str, parameter: Tensor, keys: dict[str
 def _state_tensor(
     dump: Dump, rank: int, wrapper: Wrapper, index: int, name: str, parameter: nn.Parameter, key: str
 ) -> Tensor:
-    """One state tensor as the optimizer holds it: a number or other tensor of its own, or one that is cut like the parameter."""
+    """One state tensor as the optimizer holds it: a number of its own, or cut like the parameter."""
     prefix, suffix = f"optim.{index}.", f".{key}"
     special = dump.special(rank)
     if f"{prefix}{name}{suffix}" in special:

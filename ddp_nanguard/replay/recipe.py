@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import DumpError
+from ddp_nanguard.errors import DumpError
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,10 @@ class Recipe:
 
     Attributes:
         model: the plain module, freshly built; its weights come from the dump.
-        step: ``step(model, batch)`` gives the loss that is backpropagated, shape (), or a dict of named losses whose sum is.
-        optimizer: parameters -> optimizer; without it a hyper-parameter fault is replayed from the dump's ``state.json``.
+        step: ``step(model, batch)`` gives the loss that is backpropagated, shape (), or a dict of named losses whose
+            sum is.
+        optimizer: parameters -> optimizer; without it a hyper-parameter fault is replayed from the dump's
+            ``state.json``.
         wrap: module -> wrapped module, for the replay on many ranks; by default as the dump records.
         batch_types: builders of custom batch classes by type name.
     """

@@ -6,17 +6,17 @@ import contextlib
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import rng
-from ..board import Reading
-from ..errors import NonFiniteError
-from ..fault import labelled_slots
-from ..guard import NanGuard
-from ..site import FaultReport, Phase, Site
-from ..window import MicroBatch
+from ddp_nanguard import rng
+from ddp_nanguard.board import Reading
+from ddp_nanguard.errors import NonFiniteError
+from ddp_nanguard.fault import labelled_slots
+from ddp_nanguard.guard import NanGuard
+from ddp_nanguard.site import FaultReport, Phase, Site
+from ddp_nanguard.window import MicroBatch
+
 from .rebuild import Rebuilt, fill_pieces, recorded_gradients
 
 _KEPT_OPTIONS = ("watch", "skip_types", "ignore", "state_every", "timeout_s", "scale_floor")
@@ -103,7 +103,7 @@ def _micro_step(guard: NanGuard, rebuilt: Rebuilt, batch: Any) -> None:
     total = sum(losses.values()) if isinstance(losses, dict) else losses
     assert isinstance(total, Tensor)
     if total.requires_grad:
-        (rebuilt.scaler.scale(total) if rebuilt.scaler is not None else total).backward()
+        (rebuilt.scaler.scale(total) if rebuilt.scaler is not None else total).backward()  # type: ignore[no-untyped-call]  # torch's own
 
 
 def _sync(rebuilt: Rebuilt, synced: bool) -> contextlib.AbstractContextManager[Any]:

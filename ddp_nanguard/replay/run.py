@@ -14,8 +14,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ..dump.read import Dump, open_dump
-from ..errors import DumpError
+from ddp_nanguard.dump.read import Dump, open_dump
+from ddp_nanguard.errors import DumpError
+
 from .outcome import EXIT_CODES, Outcome, Result, cannot, compare, first_own_site, why_not
 from .rebuild import apply_settings, rebuild
 from .recipe import Recipe, load_recipe
@@ -28,7 +29,10 @@ def replay_alone(paths: Sequence[str], rank: int | None, recipe_name: str | None
     """One rank's step in this process, without peers.
 
     Args:
+        paths: of the dump, or of its parts on several nodes.
         rank: default: the rank where the fault began.
+        recipe_name: ``module:function``; default: the one that the dump names.
+        device: default: a GPU if there is one.
 
     Raises:
         DumpError: the dump, the rank or the recipe cannot be used.
@@ -62,14 +66,16 @@ def _what_needs_peers(dump: Dump, recipe: Recipe) -> str | None:
     for name, module in recipe.model.named_modules():
         if isinstance(module, torch.nn.SyncBatchNorm):
             n = dump.world_size
-            return f"SyncBatchNorm {name!r} mixes all ranks in its forward: replay all {n} with torchrun --nproc-per-node {n}"
+            return f"SyncBatchNorm {name!r} mixes all ranks: replay all {n} with torchrun --nproc-per-node {n}"
     return None
 
 
 def _recipe(dump: Dump, given: str | None) -> Recipe:
     name = given or dump.manifest["recipe"]
     if name is None:
-        raise DumpError(f"{dump.path} names no recipe; give --recipe module:function (a function that returns a Recipe)")
+        raise DumpError(
+            f"{dump.path} names no recipe; give --recipe module:function (a function that returns a Recipe)"
+        )
     if int(os.environ.get("RANK", "0")) == 0:
         print(f"recipe {name} (its code is imported now)", file=sys.stderr)
     return load_recipe(name, dump.manifest["run"].get("recipe_directory"))
@@ -83,11 +89,12 @@ def _device(name: str | None) -> torch.device:
     return torch.device("cpu")
 
 
-# -- under torchrun ---------------------------------------------------------------------------------------------------------------
+# -- under torchrun
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Every rank runs its own step; rank 0 prints the outcome as one JSON line. Returns the exit code, alike on all ranks."""
+    """Every rank runs its own step; rank 0 prints the outcome as one JSON line. Returns the exit code of all."""
     options = _parser().parse_args(arguments)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
@@ -134,7 +141,9 @@ def _report_all(result: Result, rank: int) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="replay.py", description="Replays a dump on as many ranks as it was written by.")
+    parser = argparse.ArgumentParser(
+        prog="replay.py", description="Replays a dump on as many ranks as it was written by."
+    )
     parser.add_argument("dump", nargs="+", metavar="DUMP", help="a dump, or its parts on several nodes")
     parser.add_argument("--recipe", metavar="MODULE:FUNCTION", help="default: the one that the dump names")
     parser.add_argument("--device", help="default: the GPU of the local rank if there is one")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..message import what
-from ..replay.outcome import Outcome, Result
-from ..site import Site
+from ddp_nanguard.message import what
+from ddp_nanguard.replay.outcome import Outcome, Result
+from ddp_nanguard.site import Site
 
 _HEADLINES = {
     Outcome.SAME: "same",
@@ -20,7 +20,9 @@ def outcome_text(result: Result) -> str:
     lines.append(_line("recorded", _site_text(result.recorded)))
     if result.outcome is not Outcome.CANNOT:
         lines.append(_line("now", _site_text(result.replayed)))
-        lines += [_line("loss", f"{name}: {_same(same)}: {result.loss_values[name]}") for name, same in _shown_losses(result)]
+        lines += [
+            _line("loss", f"{name}: {_same(same)}: {result.loss_values[name]}") for name, same in _shown_losses(result)
+        ]
         lines.append(_line("slots", _slots_text(result)))
     lines += [_line("differs", text) for text in result.differs]
     lines += [_line("note", text) for text in result.notes]
@@ -36,8 +38,8 @@ def _same(same: bool) -> str:
 
 
 def _shown_losses(result: Result) -> list[tuple[str, bool]]:
-    different = [(name, same) for name, same in result.losses.items() if not same]
-    return different[:4] or list(result.losses.items())[-4:]
+    losses = list(result.losses.items())
+    return [loss for loss in losses if not loss[1]][:4] or losses[-4:]
 
 
 def _slots_text(result: Result) -> str:

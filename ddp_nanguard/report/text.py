@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from ddp_nanguard.message import layer_text, what
+from ddp_nanguard.message import layer_text, seen, what
 from ddp_nanguard.site import Evidence, FaultReport, Site
 
 WIDTH = 110
@@ -40,7 +40,7 @@ def report_text(report: FaultReport, manifest: Mapping[str, Any] | None = None, 
         lines += _row("note", note)
     if manifest is not None:
         lines += ["", *_about_dump(report, manifest)]
-    lines += ["", *_row("next", _next(report, manifest))]
+    lines += ["", _unwrapped("next", _next(report))]
     text = "\n".join(lines).rstrip() + "\n"
     return _colored(text) if color else text
 
@@ -58,17 +58,19 @@ def _row(label: str, text: str) -> list[str]:
     """``label`` and the text beside it, wrapped; nothing for an empty text."""
     if not text:
         return []
-    indent = " " * (LABEL_WIDTH + 2)
-    # a path or a command must stay in one piece to be copied
-    wrapped = textwrap.wrap(
+    return textwrap.wrap(
         text,
         WIDTH,
-        break_long_words=False,
+        break_long_words=False,  # a path or a name stays in one piece, to be copied
         break_on_hyphens=False,
-        subsequent_indent=indent,
         initial_indent=f"  {label:<{LABEL_WIDTH}}",
+        subsequent_indent=" " * (LABEL_WIDTH + 2),
     )
-    return wrapped or []
+
+
+def _unwrapped(label: str, text: str) -> str:
+    """For what people copy."""
+    return f"  {label:<{LABEL_WIDTH}}{text}"
 
 
 def _headline(report: FaultReport) -> list[str]:
@@ -133,7 +135,7 @@ def _other_sites(report: FaultReport) -> Iterator[str]:
     for site in others[:MAX_SITES_SHOWN]:
         micro_batch = "" if site.micro_batch is None else f", micro-batch {site.micro_batch}"
         who = "no single rank" if site.rank is None else f"rank {site.rank}"
-        yield f"{who}{micro_batch}, {site.phase}: {what(site)}"
+        yield f"{who}{micro_batch}, {site.phase}: {seen(site)}"
     if len(others) > MAX_SITES_SHOWN:
         yield f"{len(others) - MAX_SITES_SHOWN} more sites: ddp-nanguard show --json"
 
@@ -141,8 +143,9 @@ def _other_sites(report: FaultReport) -> Iterator[str]:
 def _about_dump(report: FaultReport, manifest: Mapping[str, Any]) -> list[str]:
     size = human_size(manifest.get("size_bytes", 0))
     present = manifest.get("ranks_present", [])
-    lines = _row("dump", f"{report.dump_path} ({size}, {manifest.get('created', 'date unknown')})")
-    lines += _row("holds", f"{_present(present, report.world_size)}; {_weights(manifest)}")
+    lines = [_unwrapped("dump", str(report.dump_path))]
+    lines += _row("holds", f"{_present(present, report.world_size)}; {_weights(manifest)}; {size}")
+    lines += _row("written", manifest.get("created", ""))
     lines += _row("run", f"{report.wrapper} on {_num_ranks(report.world_size)}; {_versions(manifest)}")
     lines += _row("recipe", manifest.get("recipe") or "none given; replay needs --recipe module:function")
     for problem in manifest.get("problems", []):
@@ -155,7 +158,9 @@ def _num_ranks(count: int) -> str:
 
 
 def _present(ranks: list[int], world_size: int) -> str:
-    return f"all of {_num_ranks(world_size)}" if len(ranks) == world_size else f"{len(ranks)} of {_num_ranks(world_size)}"
+    return (
+        f"all of {_num_ranks(world_size)}" if len(ranks) == world_size else f"{len(ranks)} of {_num_ranks(world_size)}"
+    )
 
 
 def _weights(manifest: Mapping[str, Any]) -> str:
@@ -170,7 +175,7 @@ def _versions(manifest: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {versions[name]}" for name in ("torch", "numpy", "python") if name in versions)
 
 
-def _next(report: FaultReport, manifest: Mapping[str, Any] | None) -> str:
+def _next(report: FaultReport) -> str:
     if report.dump_path is None:
         return "no dump was written, so there is nothing to replay; set dump_dir to a directory that can be written"
     if report.origin is not None and report.origin.rank is None and report.world_size > 1:

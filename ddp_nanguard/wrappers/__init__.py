@@ -16,9 +16,9 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from . import ddp, fsdp1, fsdp2, plain
-from .base import GradientWatch, Hook, OnGradient, Wrapper, class_name, inner_of, paths
+from .base import GradientWatch, OnGradient, Wrapper, class_name, inner_of, paths
 
-__all__ = ["GradientWatch", "Hook", "OnGradient", "Wrapper", "wrap_like", "wrapper_of"]
+__all__ = ["GradientWatch", "OnGradient", "Wrapper", "wrap_like", "wrapper_of"]
 
 _WRAP = {"plain": plain.wrap, "ddp": ddp.wrap, "fsdp1": fsdp1.wrap, "fsdp2": fsdp2.wrap}
 

@@ -7,7 +7,6 @@ have no name of their own: a clean name is the path in the unwrapped module, and
 from __future__ import annotations
 
 import sys
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -22,6 +21,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from ddp_nanguard.hooks import Hook
 from ddp_nanguard.pieces import Piece
 
 OnGradient = Callable[[str, torch.Tensor], None]
@@ -85,30 +85,6 @@ def dtype_name(dtype: torch.dtype | None) -> str | None:
 def dtype_named(name: str | None) -> torch.dtype | None:
     """The inverse of `dtype_name`."""
     return None if name is None else getattr(torch, name)
-
-
-def ignore(*args: Any, **kwargs: Any) -> None:
-    """What a hook becomes in a copied or pickled model."""
-
-
-def _ignoring() -> Callable[..., None]:
-    return ignore
-
-
-class Hook:
-    """A hook that reports to ``target`` while that lives, and that is `ignore` in any copy of the model.
-
-    The target is held weakly: a hook hangs on the module or on its parameters, and a guard that watches the module
-    must not live, nor keep DDP alive, through it.
-    """
-
-    __slots__ = ("__weakref__", "target")
-
-    def __init__(self, target: object) -> None:
-        self.target: Callable[[], Any] = weakref.ref(target)
-
-    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
-        return _ignoring, ()
 
 
 class LeafHook(Hook):

@@ -32,9 +32,10 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle
 from torch.utils.hooks import RemovableHandle
 
+from ddp_nanguard.hooks import Hook
 from ddp_nanguard.pieces import Piece
 
-from .base import GradientWatch, Hook, OnGradient, Wrapper, dtype_name, dtype_named, join, paths
+from .base import GradientWatch, OnGradient, Wrapper, dtype_name, dtype_named, join, paths
 from .plain import PlainWrapper
 
 _DTYPES = ("param_dtype", "reduce_dtype", "buffer_dtype")

@@ -24,7 +24,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import Shard
 from torch.utils.hooks import RemovableHandle
 
-from .base import GradientWatch, Hook, OnGradient, Wrapper, class_name, dtype_name, dtype_named, join, paths
+from ddp_nanguard.hooks import Hook
+
+from .base import GradientWatch, OnGradient, Wrapper, class_name, dtype_name, dtype_named, join, paths
 from .plain import PlainWrapper
 
 

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ddp_nanguard.dump import list_dumps, open_dump, write_dump
+from ddp_nanguard.dump import state as state_module
 from ddp_nanguard.dump import write as write_module
 from ddp_nanguard.errors import DumpError
 from ddp_nanguard.pieces import Piece
@@ -458,6 +459,63 @@ def test_too_little_space_without_peers(tiny_disk):
     result = run_ranks(full_without_peers, 2, root=tiny_disk)[1]
     assert [line.split(":")[0] for line in result.problems] == ["dump without weights"]
     assert open_dump(result.path).window(1)[0].batch["y"] == [1, 2]
+
+
+def planning_fails(rank, world_size, root, shards):
+    """A defect in the shared writer, not of the disk: each rank writes for itself."""
+    if rank == 0:
+
+        def refuse(*_args):
+            raise ValueError("no plan")
+
+        state_module._PiecePlanner.create_global_plan = refuse
+    place = {"shard_index": rank, "num_shards": 2, "replica_index": 0} if shards else {}
+    whole = torch.arange(4.0)
+    part = Piece("model.w", whole[2 * rank : 2 * rank + 2], (4,), (2 * rank,), (4,))
+    state = [part if shards else Piece.whole("model.w", whole)]
+    return dumped(root, rank=rank, world_size=world_size, state=state, **place)
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_what_cannot_be_written_together_is_written_by_each(tmp_path, shards):
+    results = run_ranks(planning_fails, 2, root=tmp_path, shards=shards)
+    assert results[0] == results[1]
+    assert results[0].problems == ["rank 0: state/ not written: ValueError: no plan"]
+    dump = open_dump(results[0].path)
+    assert dump.manifest["weights"]["problem"] == "rank 0: ValueError: no plan"
+    for rank in (None, 0, 1):
+        assert torch.equal(dump.load_state(rank=rank)["model.w"], torch.arange(4.0))
+
+
+def unreadable_tensor(rank, world_size, root, bad):
+    """A tensor that cannot be copied to the host, as after a device assert."""
+    device = "meta" if rank == bad else "cpu"
+    state = [Piece.whole("model.w", torch.ones(2, device=device)), Piece.whole("model.v", torch.ones(3))]
+    return dumped(root, rank=rank, world_size=world_size, state=state)
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_an_unreadable_tensor_hangs_nobody(tmp_path, bad):
+    results = run_ranks(unreadable_tensor, 2, root=tmp_path, bad=bad)
+    assert results[0] == results[1]
+    assert results[0].problems[0].startswith(f"rank {bad}: replicas not compared: NotImplementedError: ")
+    dump = open_dump(results[0].path)
+    assert dump.window(0)[0].batch["y"] == dump.window(1)[0].batch["y"] == [1, 2]
+    assert torch.equal(dump.load_state(["model.v"], rank=1)["model.v"], torch.ones(3))
+
+
+def many_differ(rank, world_size, root):
+    state = [Piece.whole(f"model.a_rather_long_name_{i}.weight", torch.full((2,), float(rank))) for i in range(100)]
+    return dumped(root, rank=rank, world_size=world_size, state=state)
+
+
+def test_many_differences_are_counted(tmp_path):
+    results = run_ranks(many_differ, 2, root=tmp_path)
+    assert len(results[0].replicas_disagree) == 9
+    assert results[1].replicas_disagree[-1] == "rank 1: and 92 more"
+    assert torch.equal(
+        open_dump(results[0].path).load_state(rank=1)["model.a_rather_long_name_99.weight"], torch.ones(2)
+    )
 
 
 # killed

@@ -59,12 +59,12 @@ class Clamped(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.half = nn.Linear(4, 4, bias=False).half()
-        nn.init.constant_(self.half.weight, 200.0)
+        self.project = nn.Linear(4, 4, bias=False).half()
+        nn.init.constant_(self.project.weight, 200.0)
         self.head = nn.Linear(4, 2)
 
     def forward(self, values: Tensor) -> Tensor:
-        large = self.half((values * 200.0).half())
+        large = self.project((values * 200.0).half())
         assert large.isinf().all()
         limit = torch.finfo(torch.float16).max - 1000
         return self.head(large.clamp(-limit, limit).float() / limit)  # type: ignore[no-any-return]  # modules return Any
@@ -187,8 +187,9 @@ def _ignoring_cross_entropy(model: Any, batch: dict[str, Tensor]) -> Tensor:
 def _zeroed_ctc(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """G05: a target longer than the input has an infinite loss, which the user zeroes before backward."""
     log_probabilities = model(batch["values"]).log_softmax(-1).reshape(1, 2, 5)
-    raw = F.ctc_loss(log_probabilities, batch["target"], torch.tensor([1, 1]), batch["lengths"], reduction="none")
-    return {"raw": raw.detach(), "used": torch.where(raw.isfinite(), raw, 0.0).sum()}
+    given = (log_probabilities, batch["target"], torch.tensor([1, 1]), batch["lengths"])
+    raw = F.ctc_loss(*given, reduction="none")
+    return {"raw": raw.detach(), "used": F.ctc_loss(*given, reduction="sum", zero_infinity=True)}
 
 
 def _evaluating(model: Any, batch: Tensor) -> Tensor:
@@ -401,8 +402,9 @@ def _overflowing(rank: int, world_size: int) -> tuple[int, list[float]]:
         scaler.update()
         optimizer.zero_grad()
         scales.append(scaler.get_scale())
+    step = guard.step
     guard.close()
-    return guard.step, scales
+    return step, scales
 
 
 def test_the_first_overflows_of_a_scaler_are_let_through() -> None:

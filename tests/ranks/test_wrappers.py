@@ -36,7 +36,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_nanguard.wrappers import Hook, wrap_like, wrapper_of
-from ddp_nanguard.wrappers.base import ignore
+from ddp_nanguard.hooks import ignore
 from tests.rank_processes import run_ranks
 
 BF16 = torch.bfloat16
