@@ -36,6 +36,10 @@ class Region(enum.IntEnum):
     """Parameters and optimizer state."""
     BUFFER = 5
     """Buffers, where -inf is allowed."""
+    NORM = 7
+    """The gradient norm; only its size counts."""
+    REMARK = 6
+    """Worth a warning, never a trigger; -inf is allowed."""
 
 
 class Reading(NamedTuple):
@@ -179,6 +183,7 @@ def _row(slots: Tensor, region: Region) -> Tensor:
     if region in (
         Region.BUFFER,
         Region.OUTPUT,
+        Region.REMARK,
     ):  # -inf is allowed: only the maximum speaks, NaN or +inf where it is bad
         low, high = torch.aminmax(slots[:, 1])
         return torch.stack((low, high)).clamp(min=0.0)
@@ -196,6 +201,6 @@ def _sorted_readings(pages: Iterator[Any] | tuple[Any, ...]) -> list[Reading]:
 
 def is_clean(reading: Reading) -> bool:
     """Whether a slot shows only finite values; -inf is allowed in buffers."""
-    if reading.region is Region.BUFFER:
+    if reading.region in (Region.BUFFER, Region.REMARK):
         return reading.maximum < math.inf
     return math.isfinite(reading.minimum) and math.isfinite(reading.maximum)

@@ -52,7 +52,7 @@ class GuardConfig:
     timeout_s: float = 60.0
     """Seconds that the fault path waits for peers."""
     grad_norm_warn: float | None = None
-    """Warn when the L2 norm of all gradients exceeds this."""
+    """Warn when the L2 norm of this rank's gradients, or of its shards of them, exceeds this: one more pass."""
     state_every: int = 100
     """Optimizer state is looked at in the first step and then every so many steps."""
     max_consecutive_overflows: int = 20

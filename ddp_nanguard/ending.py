@@ -20,11 +20,15 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from .errors import NonFiniteError
 
 _log = logging.getLogger(__name__)
+
+_OWN_DIRECTORY = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_TORCH_DIRECTORY = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
@@ -57,6 +61,9 @@ class ExitHook:
         self._on_other = _not_ours
 
     def _ended(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if isinstance(error, NonFiniteError):
+            traceback = _users_frames(traceback)
+            error = error.with_traceback(traceback)
         self._previous(kind, error, traceback)
         if isinstance(error, NonFiniteError):
             self._flush()
@@ -143,6 +150,24 @@ class Distress:
             if not self._stop.is_set():
                 self._on_call(text)
             return
+
+
+def _users_frames(traceback: TracebackType | None) -> TracebackType | None:
+    """The traceback down to the user's own line; the frames below it, ours and torch's, explain nothing."""
+    entries = []
+    while traceback is not None:
+        entries.append(traceback)
+        traceback = traceback.tb_next
+    while len(entries) > 1 and _is_inner(entries[-1].tb_frame.f_code.co_filename):
+        entries.pop()
+    shown: TracebackType | None = None
+    for entry in reversed(entries):
+        shown = TracebackType(shown, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return shown
+
+
+def _is_inner(path: str) -> bool:
+    return path.startswith((_OWN_DIRECTORY, _TORCH_DIRECTORY))
 
 
 def _nothing() -> None:

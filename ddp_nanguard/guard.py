@@ -181,6 +181,7 @@ class NanGuard:
         if self._first_window:
             self._first_window = False
             parts.see_initial_state()
+        parts.see_doomed_buffers()
         if root_hook_missed:  # hooks put on a module from one of its own hooks begin with its next call
             parts.forward.before("", args, kwargs)
 
@@ -208,12 +209,14 @@ class NanGuard:
         """5. A backward pass has ended, the wrapper's communication included."""
         parts = self._parts
         self._activity = True
-        if not parts.wrapper.will_reduce():
+        if parts.wrapper.will_reduce():
+            parts.reduced_in.add(parts.gradient.micro_batch)
+            if "reduce" in self._config.watch:
+                parts.gradient.see_reduced()
+        else:
             parts.gradient.cover()
-            return
-        parts.reduced_in.add(parts.gradient.micro_batch)
-        if "reduce" in self._config.watch:
-            parts.gradient.see_reduced()
+        if self._config.grad_norm_warn is not None:
+            parts.gradient.see_norm()
 
     def _before_update(self, optimizer: torch.optim.Optimizer) -> bool:
         """6. ``optimizer.step`` is entered: may it go on? Optimizers that step after one backward share a verdict."""
@@ -273,7 +276,7 @@ class NanGuard:
     def _attach(self) -> None:
         parts = self._parts
         has_scaler = parts.scaler is not None
-        self._severities = Severities(parts.board, parts.device, has_scaler)
+        self._severities = Severities(parts.board, parts.device, has_scaler, self._config.grad_norm_warn)
         self._policy = FaultPolicy(parts)
         parts.backward.on_end = self._after_backward
         parts.forward.on_root = self._before_root
@@ -381,13 +384,15 @@ class _StepPre(Hook):
         if guard._is_inside_scaler():
             guard._keep_gradients(optimizer)
             return None
-        closure, given = _closure_of(args, kwargs)
+        closure = _closure_of(args, kwargs)
         if closure is None:
             guard._before_update(optimizer)
             guard._keep_gradients(optimizer)
             return None
         wrapped = _JudgedClosure(guard, optimizer, closure)
-        return ((wrapped, *args[1:]), kwargs) if given == "args" else (args, {**kwargs, "closure": wrapped})
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": wrapped}
+        return (args[0], wrapped, *args[2:]), kwargs
 
 
 class _StepPost(Hook):
@@ -412,10 +417,12 @@ class _JudgedClosure:
         return result
 
 
-def _closure_of(args: Any, kwargs: Any) -> tuple[Callable[[], Any] | None, str]:
-    if kwargs.get("closure") is not None:
-        return kwargs["closure"], "kwargs"
-    return (args[0], "args") if args and callable(args[0]) else (None, "")
+def _closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    """The closure given to ``step``; the optimizer itself comes first in ``args``."""
+    closure: Callable[[], Any] | None = (
+        kwargs["closure"] if "closure" in kwargs else (args[1] if len(args) > 1 else None)
+    )
+    return closure
 
 
 def _named_losses(losses: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:

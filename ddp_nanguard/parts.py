@@ -113,6 +113,11 @@ class Parts:
             self.state.see_buffers_before()
         self.saw_initial_buffers = True
 
+    def see_doomed_buffers(self) -> None:
+        """Buffers that the wrapper is about to overwrite with another rank's: a bad one would leave no trace."""
+        if "state" in self.config.watch and not self.window.buffers() and self.wrapper.overwrites_buffers():
+            self.state.see_doomed_buffers()
+
     def see_before_verdict(self, step: int) -> None:
         """Once per window: gradients that no hook has covered, buffers, now and then optimizer state."""
         watch = self.config.watch

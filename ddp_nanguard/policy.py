@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from dataclasses import replace
 
@@ -10,14 +11,16 @@ import torch
 from torch import Tensor
 
 from .blame import local_sites
+from .board import Reading, Region, is_clean
 from .dump.write import write_dump
 from .errors import NonFiniteError
 from .fault import LocalView, look, report_of, step_view
 from .message import error_text, log_line
 from .parts import Parts
+from .probes.gradient import GradientNote
 from .record import dump_request
 from .site import FaultReport, Phase
-from .verdict import Severity
+from .verdict import NORM_OVERFLOWS_AT, Severity
 from .window import MicroBatch
 
 _log = logging.getLogger(__name__)
@@ -41,6 +44,7 @@ class FaultPolicy:
         self.last_view: LocalView | None = None
         self._overflows_in_a_row = 0
         self._told_of_scaler = False
+        self._remarks: set[str] = set()
         self._busy = threading.Lock()
 
     def go_on(self, severity: Severity, step: int) -> bool:
@@ -54,6 +58,8 @@ class FaultPolicy:
         if severity is Severity.OVERFLOW:
             return self._overflow(step)
         self._overflows_in_a_row = 0
+        if severity is Severity.REMARK:
+            self._remark(step)
         if severity in (Severity.LOSS, Severity.FAULT):
             with self._busy:
                 return self._fault(severity, step, cause="")
@@ -66,6 +72,14 @@ class FaultPolicy:
             tensors = [parts.wrapper.local(parameter) for _, parameter in parts.state.parameters()]
             parts.previous.keep(step, parts.window, tensors, parts.optimizers)
         parts.board.keep(step)
+
+    def _remark(self, step: int) -> None:
+        """Say once per subject what is worth a warning. Host sync: one per page of slots."""
+        for reading in self.parts.board.readings():
+            text = _remark_on(reading, self.parts.config.grad_norm_warn)
+            if text is not None and text not in self._remarks:
+                self._remarks.add(text)
+                _log.warning("step %d: %s (%g); this is said once", step, text, reading.maximum)
 
     # -- overflows of a scaler
     # ---------------------------------------------------------------------------------------------
@@ -190,7 +204,9 @@ class FaultPolicy:
             notes.append(f"replicas disagree: {', '.join(result.replicas_disagree[:4])}")
         for note in notes:
             _log.error("%s", note)
-        return replace(report, dump_path=result.path, notes=(*report.notes, *notes))
+        return replace(
+            report, dump_path=_as_given(result.path, self.parts.config.dump_dir), notes=(*report.notes, *notes)
+        )
 
     # -- without peers
     # -------------------------------------------------------------------------------------------------------------
@@ -221,6 +237,23 @@ class FaultPolicy:
         with torch.no_grad():
             self.dump_alone(step, f"ended with a peer: {text}")
         return True
+
+
+def _as_given(path: str | None, dump_dir: str) -> str | None:
+    """The dump's path as the user wrote dump_dir, so that the text is the same on ranks that run elsewhere."""
+    return None if path is None else os.path.join(dump_dir, os.path.basename(path))
+
+
+def _remark_on(reading: Reading, norm_limit: float | None) -> str | None:
+    if reading.region is Region.REMARK and not is_clean(reading):
+        return f"buffer {reading.note.name} was non-finite on this rank only; DDP has overwritten it with rank 0's"
+    if reading.region is Region.NORM and norm_limit is not None and reading.maximum > norm_limit:
+        return f"the gradient norm exceeds grad_norm_warn={norm_limit:g}"
+    if isinstance(reading.note, GradientNote) and max(-reading.minimum, reading.maximum) > NORM_OVERFLOWS_AT:
+        return (
+            f"the gradient of {reading.note.name} is so large that its norm overflows float32: clipping would zero all"
+        )
+    return None
 
 
 def _is_bad_update(report: FaultReport) -> bool:

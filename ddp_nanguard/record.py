@@ -216,6 +216,7 @@ def _history(parts: Parts, view: LocalView, report: FaultReport) -> dict[str, np
     _add_slots(arrays, "fault", view.readings)
     arrays["steps"] = np.array([step for step, _ in steps], dtype=np.int64)
     arrays["loss"] = np.array([_loss(readings) for _, readings in steps], dtype=np.float64)
+    arrays["gradient_norm"] = np.array([_norm(readings) for _, readings in steps], dtype=np.float64)
     arrays["gradient_max"] = np.array([_gradient_max(readings) for _, readings in steps], dtype=np.float64)
     return arrays
 
@@ -231,6 +232,12 @@ def _loss(readings: list[Reading]) -> float:
     return losses[-1] if losses else float("nan")
 
 
+def _norm(readings: list[Reading]) -> float:
+    """NaN where ``grad_norm_warn`` is not set."""
+    norms = [reading.maximum for reading in readings if reading.region is Region.NORM]
+    return norms[-1] if norms else float("nan")
+
+
 def _gradient_max(readings: list[Reading]) -> float:
     values = list(_gradient_values(readings))
     return max(values) if values else float("nan")
@@ -238,5 +245,5 @@ def _gradient_max(readings: list[Reading]) -> float:
 
 def _gradient_values(readings: list[Reading]) -> Iterator[float]:
     for reading in readings:
-        if reading.region is Region.GRADIENT and isinstance(reading.note, GradientNote):
+        if isinstance(reading.note, GradientNote):
             yield max(abs(reading.minimum), abs(reading.maximum))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import enum
 import json
+import math
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -24,6 +25,8 @@ from .blame import RankedSite
 from .board import Board, Region
 from .site import MAX_RANKS_LISTED, MAX_SITES, Phase, Site
 
+NORM_OVERFLOWS_AT = 1.8e19
+"""The square of an element beyond this is infinite in float32."""
 _NO_KEY = (1 << 63) - 1
 _SITE_BYTES = 1024
 _NAME_BYTES = 256
@@ -35,8 +38,8 @@ class Severity(enum.IntEnum):
     """What a rank says about the step; the largest over ranks is the verdict."""
 
     CLEAN = 0
-    NORM = 1
-    """The gradient norm exceeds ``grad_norm_warn``, or would overflow float32."""
+    REMARK = 1
+    """Worth a warning: see `Severities`."""
     OVERFLOW = 2
     """Non-finite scaled gradients, which the scaler is going to skip."""
     LOSS = 3
@@ -299,15 +302,22 @@ def _site_from(text: str) -> Site | None:
 
 
 class Severities:
-    """Turns the slots of a board into this rank's severity, on the device, without a host read."""
+    """Turns the slots of a board into this rank's severity, on the device, without a host read.
 
-    def __init__(self, board: Board, device: torch.device, has_scaler: bool) -> None:
+    Remarks: a gradient norm beyond ``grad_norm_warn``; gradients whose norm overflows float32, which clipping would
+    turn
+    into zeros; a bad buffer that DDP has overwritten.
+    """
+
+    def __init__(self, board: Board, device: torch.device, has_scaler: bool, norm_limit: float | None) -> None:
+        self._norm_limit = norm_limit
         self._board = board
         self._device = device
         self._has_scaler = has_scaler
-        regions = {Region.LOSS, Region.GRADIENT, Region.STATE, Region.BUFFER}
+        regions = {Region.LOSS, Region.GRADIENT, Region.STATE, Region.BUFFER, Region.REMARK, Region.NORM}
         self._regions = frozenset(regions | ({Region.OUTPUT} if has_scaler else set()))
         self._levels: dict[tuple[Region, ...], Tensor] = {}
+        self._limits: dict[tuple[Region, ...], Tensor] = {}
 
     def severity(self, at_least: Severity) -> Tensor:
         """int64, shape ().
@@ -319,8 +329,11 @@ class Severities:
         floor = torch.full((), int(at_least), dtype=torch.int64, device=self._device)
         if not rows:
             return floor
-        bad = (torch.stack(rows).abs() < torch.inf).all(dim=1).logical_not()
+        bad = (torch.stack(rows).abs() < self._limit(tuple(regions)).unsqueeze(1)).all(dim=1).logical_not()
         severity = torch.maximum((bad * self._level(tuple(regions))).amax(), floor)
+        if Region.GRADIENT in regions:
+            large = torch.stack([row for region, row in zip(regions, rows, strict=True) if region is Region.GRADIENT])
+            severity = torch.maximum(severity, (large.abs() > NORM_OVERFLOWS_AT).any() * int(Severity.REMARK))
         if self._has_scaler:
             severity = torch.maximum(severity, self._bad_forward(regions, bad) * int(Severity.FAULT))
         return severity
@@ -332,10 +345,21 @@ class Severities:
                 Region.LOSS: Severity.FAULT if self._has_scaler else Severity.LOSS,
                 Region.GRADIENT: Severity.OVERFLOW if self._has_scaler else Severity.FAULT,
                 Region.OUTPUT: Severity.CLEAN,
+                Region.REMARK: Severity.REMARK,
+                Region.NORM: Severity.REMARK,
             }
             values = [int(by_region.get(region, Severity.FAULT)) for region in regions]
             levels = self._levels[regions] = torch.tensor(values, dtype=torch.int64, device=self._device)
         return levels
+
+    def _limit(self, regions: tuple[Region, ...]) -> Tensor:
+        """What counts as bad, per row: everything that is not finite, and too large a norm."""
+        limits = self._limits.get(regions)
+        if limits is None:
+            norm = math.inf if self._norm_limit is None else self._norm_limit
+            values = [norm if region is Region.NORM else math.inf for region in regions]
+            limits = self._limits[regions] = torch.tensor(values, dtype=torch.float64, device=self._device)
+        return limits
 
     def _bad_forward(self, regions: list[Region], bad: Tensor) -> Tensor:
         """A gradient is bad and so is the root's output: no scale can heal that."""

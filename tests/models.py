@@ -85,9 +85,9 @@ class OddNet(nn.Module):
         values = self.blocks[0](self.stem(image), none, none)
         values = self.blocks[1](values, _code(fault, "gate.forward"), _code(fault, "gate.backward"))
         values = self.twice(self.drop(values.mean((2, 3))), none, none)
-        values = self.remix(self.mix(values).tanh())
+        values = self.remix(self.mix(values * self.gain).tanh())
         values = self.twice(values, _code(fault, "second_call.forward"), _code(fault, "second_call.backward"))
-        values = plant(values, _code(fault, "between.forward"), _code(fault, "between.backward")) * self.gain
+        values = plant(values, _code(fault, "between.forward"), _code(fault, "between.backward"))
         return self.head(values, _code(fault, "weight.backward"))  # type: ignore[no-any-return]  # modules return Any
 
 

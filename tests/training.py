@@ -99,7 +99,7 @@ class Record:
         report: its report as a dict.
         counts: what was counted: ``step`` and, without its last micro-batch, ``no_sync``.
         error_step: the step in which it was raised.
-        bad_gradients, bad_parameters: names of the non-finite ones at the end.
+        bad_gradients, bad_parameters, bad_buffers: names of the non-finite ones at the end.
     """
 
     before: list[dict[str, str]] = field(default_factory=list)
@@ -113,6 +113,7 @@ class Record:
     error_step: int | None = None
     bad_gradients: list[str] = field(default_factory=list)
     bad_parameters: list[str] = field(default_factory=list)
+    bad_buffers: list[str] = field(default_factory=list)
     scaler_state: dict[str, Any] | None = None
     counts: dict[str, Counts] = field(default_factory=dict)
 
@@ -481,6 +482,7 @@ def _end_record(run: Run) -> None:
     parameters = list(_named(run.model.named_parameters()))
     run.record.bad_parameters = [name for name, parameter in parameters if _is_bad(parameter)]
     run.record.bad_gradients = [name for name, parameter in parameters if _is_bad(parameter.grad)]
+    run.record.bad_buffers = [name for name, buffer in _named(run.model.named_buffers()) if _is_bad(buffer)]
     if run.scaler is not None:
         run.record.scaler_state = run.scaler.state_dict()
     if run.job.fault is not None and run.record.error is not None:

@@ -6,9 +6,11 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from ddp_nanguard.board import Board, Region
+from ddp_nanguard.scan import is_plain
 
 from .backward import BackwardProbe
 
@@ -20,6 +22,13 @@ class GradientNote:
     name: str
     micro_batch: int | None
     reduced: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NormNote:
+    """Note of the gradient norm after a backward pass."""
+
+    micro_batch: int
 
 
 class GradientProbe:
@@ -63,6 +72,14 @@ class GradientProbe:
         for _, parameter in self._parameters:
             if parameter.grad is not None:
                 self._covered[id(parameter.grad)] = weakref.ref(parameter.grad)
+
+    def see_norm(self) -> None:
+        """L2 norm of this rank's gradients, or of its shards of them, as it is before anything clips. No host read."""
+        gradients = [self._local(parameter.grad) for _, parameter in self._parameters if parameter.grad is not None]
+        dense = [gradient.float() for gradient in gradients if is_plain(gradient)]
+        if dense:
+            norms = torch._foreach_norm(dense, 2.0)
+            self.board.reduce(Region.NORM, torch.linalg.vector_norm(torch.stack(norms)), NormNote(self.micro_batch))
 
     def see_uncovered(self) -> None:
         """Look at gradients that no hook has seen, such as those assigned by hand."""

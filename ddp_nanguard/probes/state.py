@@ -15,7 +15,7 @@ from ddp_nanguard.board import Board, Region
 _NEVER_INFINITE = frozenset({"lr", "weight_decay", "momentum", "dampening", "eps", "betas", "alpha", "rho", "lr_decay"})
 
 Kind = Literal["parameter", "buffer", "optimizer state", "hyper-parameter"]
-When = Literal["before", "update", "written"]
+When = Literal["before", "update", "written", "doomed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,8 @@ class StateNote:
 
     Attributes:
         name: clean name; for optimizer state ``<parameter>.<key>``, for hyper-parameters ``g0.lr``.
-        when: ``before`` the step, after an ``update``, or ``written`` by the forward (buffers).
+        when: ``before`` the step, after an ``update``, ``written`` by the forward (buffers), or ``doomed`` to be
+            overwritten by another rank's (buffers).
     """
 
     kind: Kind
@@ -113,6 +114,10 @@ class StateProbe:
         self._see("parameter", "before", self.parameters())
         self.see_optimizer_state()
 
+    def see_doomed_buffers(self) -> None:
+        """Buffers that DDP is about to overwrite with rank 0's: a remark, no trigger."""
+        self._see("buffer", "doomed", iter(self._named_buffers()))
+
     def see_buffers_before(self) -> None:
         """Buffers before the first step."""
         self._see("buffer", "before", self.buffers())
@@ -143,7 +148,7 @@ class StateProbe:
         return bad
 
     def _see(self, kind: Kind, when: When, named: Iterator[tuple[str, Tensor]]) -> None:
-        region = Region.BUFFER if kind == "buffer" else Region.STATE
+        region = Region.REMARK if when == "doomed" else (Region.BUFFER if kind == "buffer" else Region.STATE)
         for name, tensor in named:
             if not self._is_ignored(name):
                 self.board.reduce(region, self._local(tensor), StateNote(kind, name, when))

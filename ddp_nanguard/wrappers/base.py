@@ -219,6 +219,10 @@ class Wrapper(ABC):
     def will_reduce(self) -> bool:
         """Whether the backward now running communicates gradients."""
 
+    def overwrites_buffers(self) -> bool:
+        """Whether the coming forward overwrites this rank's buffers with another rank's."""
+        return False
+
     def leaves(self) -> list[tuple[str, torch.Tensor]]:
         """Parameters whose own ``.grad`` is rank-local when it has accumulated."""
         return list(self.named_parameters())

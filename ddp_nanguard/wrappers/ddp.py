@@ -46,6 +46,10 @@ class DDPWrapper(Wrapper):
         """
         return bool(self._ddp.require_forward_param_sync) and self._ddp.process_group.size() > 1
 
+    def overwrites_buffers(self) -> bool:
+        """Whether the coming forward broadcasts rank 0's buffers to this rank."""
+        return self.replica_index != 0 and bool(self._ddp.will_sync_module_buffers())  # type: ignore[no-untyped-call]
+
     def describe(self) -> dict[str, Any]:
         """Also the options of DDP, and its comm hook where that is one of torch's stateless ones."""
         ddp = self._ddp
