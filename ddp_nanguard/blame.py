@@ -336,7 +336,7 @@ class _BackwardBlame:
 
     def _parameter_site(self, note: GradientNote, kind: str, order: int) -> Site:
         owner = self._owner(note.name)
-        calls = [call for call in self._calls() if call.layer == owner]
+        calls = [c for c in self._calls() if c.layer == owner and note.micro_batch in (c.micro_batch, None)]
         only = calls[0] if len(calls) == 1 else None
         looked = any(id(output) in self._clean for call in calls for output in call.outputs)
         site = self._site(owner, only, note.name, kind, order, None)

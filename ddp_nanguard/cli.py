@@ -98,7 +98,7 @@ def run_list(options: argparse.Namespace) -> int:
 def run_show(options: argparse.Namespace) -> int:
     """``ddp-nanguard show DUMP [--json]``."""
     from .dump.read import open_dump
-    from .report.text import report_text
+    from .report_text import report_text
 
     dump = open_dump(options.dump, verify=False)
     if options.json:

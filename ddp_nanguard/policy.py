@@ -8,7 +8,6 @@ import threading
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from .blame import local_sites
 from .board import Reading, Region, is_clean
@@ -18,10 +17,9 @@ from .fault import LocalView, look, report_of, step_view
 from .message import error_text, log_line
 from .parts import Parts
 from .probes.gradient import GradientNote
-from .record import dump_request
+from .record import Moment, before_update, dump_request, present
 from .site import FaultReport, Phase
 from .verdict import NORM_OVERFLOWS_AT, Severity
-from .window import MicroBatch
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +68,7 @@ class FaultPolicy:
         parts = self.parts
         if parts.previous is not None:
             tensors = [parts.wrapper.local(parameter) for _, parameter in parts.state.parameters()]
-            parts.previous.keep(step, parts.window, tensors, parts.optimizers)
+            parts.previous.keep(step, parts.window, parts.reduced_in, tensors, parts.optimizers)
         parts.board.keep(step)
 
     def _remark(self, step: int) -> None:
@@ -158,7 +156,7 @@ class FaultPolicy:
     def _skip(self, report: FaultReport, view: LocalView) -> bool:
         parts = self.parts
         self.num_skips += 1
-        report = self._dumped(report, view, parts.window.micro_batches)
+        report = self._dumped(report, view, present(parts, view))
         for optimizer in parts.optimizers:
             optimizer.zero_grad(set_to_none=True)
         parts.window.restore_buffers(parts.named_buffers())
@@ -168,13 +166,11 @@ class FaultPolicy:
 
     def _stop(self, report: FaultReport, view: LocalView) -> bool:
         parts = self.parts
-        window = parts.window.micro_batches
-        gradients: dict[str, tuple[Tensor, Tensor]] = {}
+        moment = present(parts, view)
         if parts.previous is not None and _is_bad_update(report) and parts.previous.step == report.step:
             report = self._put_back(report)
-            window = parts.previous.window
-            gradients = parts.previous.gradients
-        report = self._dumped(report, view, window, gradients)
+            moment = before_update(parts, parts.previous)
+        report = self._dumped(report, view, moment)
         parts.board.discard()
         raise NonFiniteError(error_text(report), report)
 
@@ -188,17 +184,11 @@ class FaultPolicy:
         note = f"the update of step {report.step} made {names} non-finite; all was put back to before that update"
         return replace(report, state=(), notes=(*report.notes, note))
 
-    def _dumped(
-        self,
-        report: FaultReport,
-        view: LocalView,
-        window: list[MicroBatch],
-        gradients: dict[str, tuple[Tensor, Tensor]] | None = None,
-    ) -> FaultReport:
+    def _dumped(self, report: FaultReport, view: LocalView, moment: Moment) -> FaultReport:
         if self.parts.config.dump_dir is None:
             return report
         group = None if self.parts.peers.lost else self.parts.peers.fault_group
-        result = write_dump(dump_request(self.parts, report, view, window, group, gradients or {}))
+        result = write_dump(dump_request(self.parts, report, view, moment, group))
         notes = [f"dump: {problem}" for problem in result.problems]
         if result.replicas_disagree:
             notes.append(f"replicas disagree: {', '.join(result.replicas_disagree[:4])}")
@@ -227,7 +217,7 @@ class FaultPolicy:
         view = look(parts)
         report = report_of(parts, view, step, cause)
         _log.error("%s", log_line(report))
-        return self._dumped(report, view, parts.window.micro_batches)
+        return self._dumped(report, view, present(parts, view))
 
     def dump_with_fallen_peer(self, step: int, text: str) -> bool:
         """This rank's local part after a peer's call; False where the main thread is in the fault path itself."""

@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -22,16 +23,43 @@ from .parts import Parts
 from .pieces import Piece
 from .probes.gradient import GradientNote
 from .site import MAX_SITES, FaultReport, json_safe
-from .window import MicroBatch
+from .window import MicroBatch, Previous
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The step that is to be replayed.
+
+    Attributes:
+        window: its micro-batches.
+        buffers: from before it.
+        readings: its slots.
+        reduced_in: micro-batches after which gradients were communicated.
+        gradients: parameter and gradient by name, for the replay of an update; empty otherwise.
+    """
+
+    window: list[MicroBatch]
+    buffers: dict[str, Tensor]
+    readings: list[Reading]
+    reduced_in: set[int]
+    gradients: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+def present(parts: Parts, view: LocalView) -> Moment:
+    """The window that is open."""
+    window = parts.window
+    return Moment(window.micro_batches, window.buffers(), view.readings, parts.reduced_in)
+
+
+def before_update(parts: Parts, previous: Previous) -> Moment:
+    """The window of the last update, which ``keep_previous`` has put back."""
+    readings = [past.readings() for past in parts.board.past() if past.step == previous.step]
+    slots = readings[0] if readings else []
+    return Moment(previous.window, previous.buffers, slots, previous.reduced_in, previous.gradients)
 
 
 def dump_request(
-    parts: Parts,
-    report: FaultReport,
-    view: LocalView,
-    window: list[MicroBatch],
-    group: dist.ProcessGroup | None,
-    gradients: dict[str, tuple[Tensor, Tensor]],
+    parts: Parts, report: FaultReport, view: LocalView, moment: Moment, group: dist.ProcessGroup | None
 ) -> DumpRequest:
     """Everything of this rank that replay needs. Host sync: many; fault path only.
 
@@ -39,15 +67,14 @@ def dump_request(
         parts: of the guard.
         report: what all ranks say.
         view: what this rank saw.
-        window: the micro-batches to replay.
+        moment: the step to replay.
         group: the fault group; None where peers are lost.
-        gradients: parameter and gradient by name, for the replay of an update; empty otherwise.
     """
     state, special = _state(parts)
-    for name, (parameter, gradient) in gradients.items():
+    for name, (parameter, gradient) in moment.gradients.items():
         cut = partial(parts.wrapper.pieces, "grad.", name, parameter, gradient)
         _add(state, special, f"grad.{name}", gradient, cut)
-    for micro_batch in window:
+    for micro_batch in moment.window:
         micro_batch.scaler = parts.scaler.state() if parts.scaler is not None else None
     return DumpRequest(
         report=report,
@@ -64,10 +91,10 @@ def dump_request(
         shard_index=parts.wrapper.shard_index,
         num_shards=parts.wrapper.num_shards,
         replica_index=parts.wrapper.replica_index,
-        evidence=_evidence(parts, view, report),
-        window=window,
-        buffers=_buffers(parts),
-        history=_history(parts, view, report),
+        evidence=_evidence(parts, view, report, moment),
+        window=moment.window,
+        buffers={**dict(parts.wrapper.named_buffers()), **moment.buffers},
+        history=_history(parts, moment),
         recipe=parts.recipe,
         damaged={f"model.{name}" for name in view.damage.names()},
         run_id=run_id(),
@@ -176,19 +203,15 @@ def _plain_optimizer(parts: Parts, optimizer: torch.optim.Optimizer) -> dict[str
     }
 
 
-def _buffers(parts: Parts) -> dict[str, Tensor]:
-    """All buffers as they were before the window; those that cannot have changed as they are."""
-    return {**dict(parts.wrapper.named_buffers()), **parts.window.buffers()}
-
-
-def _evidence(parts: Parts, view: LocalView, report: FaultReport) -> dict[str, Any]:
+def _evidence(parts: Parts, view: LocalView, report: FaultReport, moment: Moment) -> dict[str, Any]:
     device = parts.peers.device
     return {
         "rank": parts.peers.rank,
         "step": report.step,
         "sites": [ranked.site.to_dict() for ranked in view.sites[:MAX_SITES]],
         "habitual": sorted(view.habitual),
-        "reduced_in": sorted(parts.reduced_in),
+        "reduced_in": sorted(moment.reduced_in),
+        "hyper_parameters": {name: json_safe(float(value)) for name, value in parts.state.hyper_parameters()},
         "in_eval": [name for name, module in parts.wrapper.named_modules() if not module.training],
         "frozen": [name for name, p in parts.wrapper.named_parameters() if not p.requires_grad],
         "damaged": view.damage.names(),
@@ -207,13 +230,13 @@ def _device_text(device: torch.device) -> dict[str, Any]:
     return {"type": "cuda", "index": device.index, "name": properties.name, "uuid": str(properties.uuid)}
 
 
-def _history(parts: Parts, view: LocalView, report: FaultReport) -> dict[str, np.ndarray[Any, Any]]:
+def _history(parts: Parts, moment: Moment) -> dict[str, np.ndarray[Any, Any]]:
     """Slots of the last steps and of this one: ``step.<n>.labels`` (text), ``step.<n>.values`` (min, max)."""
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     steps = [(past.step, past.readings()) for past in parts.board.past()]
     for step, readings in steps:
         _add_slots(arrays, f"step.{step}", readings)
-    _add_slots(arrays, "fault", view.readings)
+    _add_slots(arrays, "fault", moment.readings)
     arrays["steps"] = np.array([step for step, _ in steps], dtype=np.int64)
     arrays["loss"] = np.array([_loss(readings) for _, readings in steps], dtype=np.float64)
     arrays["gradient_norm"] = np.array([_norm(readings) for _, readings in steps], dtype=np.float64)

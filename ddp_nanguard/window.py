@@ -112,6 +112,7 @@ class Previous:
         self.window: list[MicroBatch] = []
         self.buffers: dict[str, Tensor] = {}
         self.gradients: dict[str, tuple[Tensor, Tensor]] = {}
+        self.reduced_in: set[int] = set()
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
         self._plain: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._state: list[tuple[torch.optim.Optimizer, dict[Any, dict[str, Any]]]] = []
@@ -121,12 +122,14 @@ class Previous:
         self,
         step: int,
         window: Window,
+        reduced_in: set[int],
         tensors: Iterable[Tensor],
         optimizers: list[torch.optim.Optimizer],
     ) -> None:
         """Copy everything that the coming update can change. Host sync: none."""
         self.step = step
         self.window = window.micro_batches
+        self.reduced_in = reduced_in
         self.gradients = {}
         self.buffers = {name: buffer.clone() for name, buffer in window.buffers().items()}
         self._tensors = {id(tensor): (tensor, tensor.detach().clone()) for tensor in tensors}

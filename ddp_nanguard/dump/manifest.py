@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ddp_nanguard.errors import DumpError
-from ddp_nanguard.report.text import report_text
+from ddp_nanguard.report_text import report_text
 
 from .format import (
     FILES_JSON,

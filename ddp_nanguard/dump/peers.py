@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 TEXT_BYTES = 1024
+SLOWEST_BYTES_PER_S = 20e6
+"""What one rank writes at least."""
+SLOWEST_SHARED_BYTES_PER_S = 100e6
+"""What a file system takes at least from all ranks together."""
 
 
 class PeersLostError(RuntimeError):
@@ -26,6 +33,27 @@ class Peers:
         self.group = group
         self.rank = dist.get_rank(group) if group is not None else 0
         self.num_ranks = dist.get_world_size(group) if group is not None else 1
+
+    @contextlib.contextmanager
+    def waiting_for(self, sizes_bytes: list[int], timeout_s: float) -> Iterator[None]:
+        """Lets ranks wait for a long write: ``timeout_s`` more what a slow disk needs; afterwards ``timeout_s`` again.
+
+        A peer that dies is noticed at once all the same; only one that hangs costs the longer time.
+
+        Args:
+            sizes_bytes: what each rank writes.
+            timeout_s: the time without any write.
+        """
+        writing_s = max(max(sizes_bytes) / SLOWEST_BYTES_PER_S, sum(sizes_bytes) / SLOWEST_SHARED_BYTES_PER_S)
+        self._set_timeout(timeout_s + writing_s)
+        try:
+            yield
+        finally:
+            self._set_timeout(timeout_s)
+
+    def _set_timeout(self, timeout_s: float) -> None:
+        if self.group is not None:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), self.group)
 
     def reduce(self, values: list[int], op: dist.ReduceOp.RedOpType) -> list[int]:
         """Element-wise reduction of a few integers.

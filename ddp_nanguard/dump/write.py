@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ddp_nanguard.errors import DumpError
-from ddp_nanguard.report.text import human_size
+from ddp_nanguard.report_text import human_size
 
 from . import place
 from .format import (
@@ -92,14 +92,19 @@ class _Together:
         if not self._meet():
             return DumpResult(None, 0, self._tell().problems)
         files = RankFiles(self.request, self.problems)
-        skip_state = self._lacks_space(files)
+        sizes_bytes = self._exchange_sizes(files)
+        skip_state = self._lacks_space(sizes_bytes)
+        with self.peers.waiting_for(list(sizes_bytes.values()), self.request.config.timeout_s):
+            self._write_files(files, skip_state)
+            return self._finish(self._tell())
+
+    def _write_files(self, files: RankFiles, skip_state: bool) -> None:
         own = self._own_names()
         if self.path is not None:
             files.write(self.path / rank_name(self.request.rank), own)
         self._write_state(files, skip_state)
         if self.path is not None:
             files.write_list(self.path / rank_name(self.request.rank))
-        return self._finish(self._tell())
 
     def finished(self) -> DumpResult | None:
         """The whole dump, if the leader was done before the connection broke."""
@@ -168,12 +173,16 @@ class _Together:
 
     # what is written
 
-    def _lacks_space(self, files: RankFiles) -> bool:
-        """Whether ``state/`` must be left out, on any rank, for lack of space."""
+    def _exchange_sizes(self, files: RankFiles) -> dict[int, int]:
+        """What each rank is going to write, in bytes."""
         request = self.request
         state = tensor_bytes(piece.tensor for piece in request.state) if request.replica_index == 0 else 0
         table = self.peers.gather_numbers(request.rank, files.size_bytes + state)
-        needed = sum(size for rank, size in table if rank in self.sharing)
+        return {rank: size_bytes for rank, size_bytes in table}  # noqa: C416  # lists, which dict() takes but mypy does not
+
+    def _lacks_space(self, sizes_bytes: dict[int, int]) -> bool:
+        """Whether ``state/`` must be left out, on any rank, for lack of space."""
+        needed = sum(size for rank, size in sizes_bytes.items() if rank in self.sharing)
         free = self.problems.guard("free space unknown", lambda: place.free_bytes(self.root)) if self._leads else None
         lacking = free is not None and free < needed
         if lacking:

@@ -163,6 +163,7 @@ def _optimizer(
     make = recipe.optimizer if recipe.optimizer is not None and index == 0 else _stand_in
     optimizer = make(held or list(parameters.values()))
     _regroup(optimizer, plain, names, parameters)
+    _set_own_numbers(dump, rank, index, optimizer)
     if dump.manifest["options"]["dump_optimizer"]:
         _fill_state(dump, rank, wrapper, index, optimizer, plain)
     return optimizer
@@ -185,6 +186,19 @@ def _regroup(
         values = {key: value for key, value in group.items() if key != "params"}
         groups.append({**defaults, **values, "params": [parameters[name] for name in group_names]})
     optimizer.param_groups[:] = groups
+
+
+def _set_own_numbers(dump: Dump, rank: int, index: int, optimizer: torch.optim.Optimizer) -> None:
+    """``state.json`` is of one rank; numbers that this rank had differently are laid over."""
+    prefix = "" if index == 0 else f"optimizer{index}."
+    own: dict[str, Any] = dump.evidence(rank)["hyper_parameters"]
+    for group_index, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            name = f"{prefix}g{group_index}.{key}"
+            if isinstance(value, float) and name in own:
+                group[key] = float(own[name])
+            elif isinstance(value, Tensor) and name in own:
+                group[key] = torch.full_like(value, float(own[name]))
 
 
 def _fill_state(

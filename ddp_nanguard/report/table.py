@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .text import human_size
+from ddp_nanguard.report_text import human_size
 
 if TYPE_CHECKING:
     from ddp_nanguard.dump.read import DumpSummary

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ddp_nanguard.dump import list_dumps, open_dump, write_dump
+from ddp_nanguard.dump import peers as peers_module
 from ddp_nanguard.dump import state as state_module
 from ddp_nanguard.dump import write as write_module
 from ddp_nanguard.errors import DumpError
@@ -640,6 +641,29 @@ def test_a_silent_peer_costs_the_timeout(tmp_path):
     dump = open_dump(result.path)
     assert dump.ranks == [0] and "a peer was lost" in dump.manifest["problems"][0]
     assert dump.load_state(rank=0)["model.w"].shape == (5, 3)
+
+
+def slow_write(rank, world_size, root):
+    """Rank 0 writes for longer than peers wait otherwise."""
+    peers_module.SLOWEST_BYTES_PER_S = 1e5
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    if rank == 0:
+        write = state_module._BoundedWriter.write_data
+
+        def slowly(*args):
+            time.sleep(3)
+            return write(*args)
+
+        state_module._BoundedWriter.write_data = slowly
+    state = [Piece.whole("model.w", torch.zeros(250_000))]
+    options = {"timeout_s": 1.0}
+    return dumped(root, rank=rank, world_size=world_size, state=state, group=group, options=options)
+
+
+def test_a_long_write_is_waited_for(tmp_path):
+    results = run_ranks(slow_write, 2, root=tmp_path)
+    assert results[0] == results[1] and results[0].problems == []
+    assert not open_dump(results[0].path).manifest["alone"]
 
 
 # rotation

@@ -25,7 +25,7 @@ from ddp_nanguard.dump import state as state_module
 from ddp_nanguard.dump.place import rotate
 from ddp_nanguard.errors import DumpError
 from ddp_nanguard.pieces import Piece
-from ddp_nanguard.report.text import human_size, report_text
+from ddp_nanguard.report_text import human_size, report_text
 from ddp_nanguard.rng import restore
 from ddp_nanguard.site import SCHEMA_VERSION, FaultReport
 from tests.dump_requests import DTYPES, bytes_of, random_tensor, report, request

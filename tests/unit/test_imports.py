@@ -21,7 +21,7 @@ FORBIDDEN = {
     "dump": {"guard", "replay", "probes", "wrappers", "verdict", *TOP},
     "board": {"guard", "replay", "dump", "probes", "wrappers", "verdict", *TOP},
     "guard": {"replay", *TOP},
-    "replay": {"guard", "cli", "demo", "integrations"},
+    "replay": {"cli", "demo", "integrations"},
 }
 
 
