@@ -139,6 +139,7 @@ def _state_site(view: StepView, finding: Finding, phase: Phase, step: int, order
         slot=finding.name,
         kind=finding.kind,
         evidence=finding.evidence,
+        taken_in="unchecked" if finding in view.damaged_buffers else None,
         order=order,
     )
 

@@ -37,9 +37,9 @@ class Damage:
         """Names of everything that is bad now."""
         return [finding.name for finding in (*self.by_update, *self.before, *self.buffers)]
 
-    def is_lasting(self) -> bool:
-        """Whether something is bad that putting the window's buffers back does not heal."""
-        return bool(self.by_update or self.before)
+    def lasting(self) -> list[str]:
+        """Names of what putting the window's buffers back does not heal."""
+        return [finding.name for finding in (*self.by_update, *self.before)]
 
 
 @dataclass
@@ -79,7 +79,7 @@ def report_of(parts: Parts, view: LocalView, step: int, cause: str) -> FaultRepo
     blame = step_view(parts, view, step)
     view.sites, view.habitual = local_sites(blame), blame.habitual
     reduced_bad = any(ranked.site.phase is Phase.REDUCE for ranked in view.sites)
-    local = LocalFault(view.sites, view.damage.names(), reduced_bad, unchecked(parts))
+    local = LocalFault(view.sites, view.damage.lasting(), reduced_bad, unchecked(parts))
     notes: list[str] = []
     try:
         shared = (parts.peers.alone() if parts.peers.lost else parts.peers).share(local, step)

@@ -50,8 +50,10 @@ def seen(site: Site) -> str:
     """What was seen at any site, and nothing about what came before it."""
     kind = _KIND_WORDS[site.kind]
     match site.phase:
-        case Phase.STATE:
+        case Phase.STATE if site.taken_in is None:
             return f"{site.slot} is {kind} before the step"
+        case Phase.STATE:
+            return f"{site.slot} is {kind} since this step's forward"
         case Phase.INPUT:
             return f"batch{site.slot} holds {kind}"
         case Phase.FORWARD:

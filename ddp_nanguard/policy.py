@@ -150,16 +150,16 @@ class FaultPolicy:
         return True
 
     def _may_skip(self, view: LocalView) -> bool:
-        (damaged,) = self._any_of(view.damage.is_lasting())
+        (damaged,) = self._any_of(bool(view.damage.lasting()))
         return not damaged and self.num_skips < self.parts.config.max_skips
 
     def _skip(self, report: FaultReport, view: LocalView) -> bool:
         parts = self.parts
         self.num_skips += 1
+        report = self._heal_buffers(report, view)
         report = self._dumped(report, view, present(parts, view))
         for optimizer in parts.optimizers:
             optimizer.zero_grad(set_to_none=True)
-        parts.window.restore_buffers(parts.named_buffers())
         parts.board.discard()
         _log.warning("step %d skipped on all ranks (%d of %d)", report.step, self.num_skips, parts.config.max_skips)
         return False
@@ -170,9 +170,20 @@ class FaultPolicy:
         if parts.previous is not None and _is_bad_update(report) and parts.previous.step == report.step:
             report = self._put_back(report)
             moment = before_update(parts, parts.previous)
+        else:
+            report = self._heal_buffers(report, view)
         report = self._dumped(report, view, moment)
         parts.board.discard()
         raise NonFiniteError(error_text(report), report)
+
+    def _heal_buffers(self, report: FaultReport, view: LocalView) -> FaultReport:
+        """No update happens, so the buffers too are to be those from before the window."""
+        names = [finding.name for finding in view.damage.buffers]
+        self.parts.window.restore_buffers(self.parts.named_buffers())
+        (any_bad,) = self._any_of(bool(names))
+        if not any_bad:
+            return report
+        return replace(report, notes=(*report.notes, "buffers that this step's forward had spoilt were put back"))
 
     def _put_back(self, report: FaultReport) -> FaultReport:
         """``keep_previous``: everything is again as it was before the bad update."""

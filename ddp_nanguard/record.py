@@ -96,7 +96,7 @@ def dump_request(
         buffers={**dict(parts.wrapper.named_buffers()), **moment.buffers},
         history=_history(parts, moment),
         recipe=parts.recipe,
-        damaged={f"model.{name}" for name in view.damage.names()},
+        damaged={f"model.{name}" for name in view.damage.lasting()},
         run_id=run_id(),
         run={"argv": sys.argv, "run_id": run_id(), "recipe_directory": parts.recipe_directory},
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,12 @@ def test_the_demo_stops_names_and_replays(demo: tuple[subprocess.CompletedProces
     assert "all 2 ranks raised this same text; workers ended with code 65" in ended.stdout
     assert "bit for bit the same" in ended.stdout
     assert len(list(dumps.glob("step-*"))) == 1
+
+
+def test_the_readme_shows_the_real_message(demo: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    ended, dumps = demo
+    (shown,) = re.findall(r"```text\n(NonFiniteError: .*?)```", (REPOSITORY / "README.md").read_text(), flags=re.DOTALL)
+    assert shown.replace("nan_dumps/", f"{dumps}/") in ended.stdout
 
 
 def test_the_dump_is_listed_and_shown(demo: tuple[subprocess.CompletedProcess[str], Path]) -> None:

@@ -1,4 +1,4 @@
-"""After `close()` nothing of the guard is left: no hook, no reference that keeps a model alive past its process group."""
+"""After `close()` nothing of the guard is left: no hook, no reference that keeps a model past its process group."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_nothing_is_left_after_close(wrapper: str) -> None:
 
 
 def _copies(rank: int, world_size: int) -> dict[str, Any]:
-    """Copies and pickles of a guarded model report nothing and carry no guard; names and identities are the model's own."""
+    """Copies and pickles of a guarded model report nothing and carry no guard; names are the model's own."""
     from ddp_nanguard import NanGuard
 
     torch.manual_seed(0)
