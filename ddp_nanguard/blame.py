@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from torch import Tensor
+
 from .board import Reading, Region, is_clean
 from .probes.backward import GradientHook
 from .probes.calls import Call, Sighting
@@ -69,6 +71,7 @@ class StepView:
     Attributes:
         owner_of: the clean name of the module that owns a parameter or buffer.
         sharers_of: names of all modules that hold a tied parameter.
+        losses: the watched ones by (micro-batch, name).
         batch: non-finite batch items, with their path as name.
         damaged_before: state that is bad and was so before the window, not by the last update.
         damaged_buffers: buffers that only the window's forwards made bad.
@@ -83,7 +86,7 @@ class StepView:
     owner_of: Callable[[str], str]
     sharers_of: Callable[[str], list[str]]
     is_ignored: Callable[[str], bool]
-    loss_watched: bool = False
+    losses: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     batch: list[Finding] = field(default_factory=list)
     damaged_before: list[Finding] = field(default_factory=list)
     damaged_by_update: list[Finding] = field(default_factory=list)
@@ -269,7 +272,10 @@ def _loss_sites(view: StepView) -> list[RankedSite]:
         if isinstance(note, LossNote) and kind is not None:
             site = Site(view.rank, view.step, note.micro_batch, Phase.LOSS, None, None, note.name, kind)
             taken = outputs.get(note.micro_batch, "unchecked")
-            sites.append(RankedSite(replace(site, order=reading.order, taken_in=taken), place=note.micro_batch))
+            loss = view.losses.get((note.micro_batch, note.name))
+            found = evidence(loss) if loss is not None else None
+            site = replace(site, order=reading.order, taken_in=taken, evidence=found)
+            sites.append(RankedSite(site, place=note.micro_batch))
     return sites
 
 
@@ -369,7 +375,7 @@ class _BackwardBlame:
             return self._site(call.layer, call, "grad", kind, order, between)
         outermost = _outermost_giver(sighting)
         if outermost.parent is None:
-            between = Between(None, "loss" if self._view.loss_watched else None, outermost.layer)
+            between = Between(None, "loss" if self._view.losses else None, outermost.layer)
             return self._site(outermost.layer, outermost, "grad", kind, order, between)
         parent = outermost.parent
         after = ", ".join(dict.fromkeys(call.layer for call in guilty)) or self._last_clean_layer()

@@ -41,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_list(commands)
     _add_show(commands)
     _add_replay(commands)
+    _add_demo(commands)
     return parser
 
 
@@ -73,6 +74,21 @@ def _add_replay(commands: Commands) -> None:
     parser.add_argument("--device", help="default: a GPU if there is one")
     parser.add_argument("--json", action="store_true", help="the outcome as JSON")
     parser.set_defaults(command=run_replay)
+
+
+def _add_demo(commands: Commands) -> None:
+    parser = commands.add_parser("demo", help="a NaN that nobody planted: stopped, named, dumped, replayed")
+    parser.add_argument("--wrapper", choices=("ddp", "fsdp1", "fsdp2"), default="ddp", help="default: ddp")
+    parser.add_argument("--nproc", type=int, default=2, metavar="N", help="number of ranks, default 2")
+    parser.add_argument("--out", metavar="DIR", help="where the dump goes; default: a temporary directory")
+    parser.set_defaults(command=run_demo)
+
+
+def run_demo(options: argparse.Namespace) -> int:
+    """``ddp-nanguard demo``."""
+    from . import demo
+
+    return demo.run_demo(options.wrapper, options.nproc, options.out)
 
 
 def run_replay(options: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 from .blame import Finding, LossNote, RankedSite, StepView, habitual_layers, local_sites
@@ -58,6 +59,8 @@ class LocalView:
 
 def look(parts: Parts) -> LocalView:
     """Rescan this rank. Host sync: many."""
+    if parts.device.type == "cuda":
+        torch.cuda.synchronize(parts.device)  # batches on their way to the host must have arrived
     readings = parts.board.readings()
     seen = [r for r in readings if isinstance(r.note, GradientNote) and not is_clean(r)]
     return LocalView(
@@ -125,6 +128,7 @@ def _cause_of(origin: Site | None) -> str:
     return {
         Phase.STATE: "a parameter, buffer or optimizer state was bad before the step",
         Phase.INPUT: "the loader delivered a non-finite value",
+        Phase.LOSS: "the loss function made it from a finite model output" if origin.taken_in is None else "unknown",
         Phase.REDUCE: "finite on every rank before communication, non-finite after it",
         Phase.OPTIMIZER: "the update itself, or its hyper-parameters; gradients were finite",
     }.get(origin.phase, "unknown")
@@ -243,7 +247,7 @@ def step_view(parts: Parts, view: LocalView, step: int) -> StepView:
         owner_of=parts.owner_of,
         sharers_of=parts.sharers_of,
         is_ignored=parts.is_ignored,
-        loss_watched=any(isinstance(r.note, LossNote) for r in view.readings),
+        losses={(m.index, name): loss for m in parts.window.micro_batches for name, loss in m.losses.items()},
         batch=_batch_findings(parts.window.micro_batches) if "input" in parts.config.watch else [],
         damaged_before=view.damage.before,
         damaged_by_update=view.damage.by_update,

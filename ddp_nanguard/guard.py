@@ -62,7 +62,7 @@ class NanGuard:
         group: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
-        self.__dict__["_model"] = model
+        self._model: Callable[[], Any] = lambda: model
         self._closed = True
         self._parts = parts = build_parts(model, optimizer, scaler, replay, group, options, self._before_scaler_step)
         self._closed = False
@@ -76,6 +76,7 @@ class NanGuard:
         self._batch: Any = None
         self._has_batch = False
         self._last_update_judged = True
+        self._warned_of_open_window = False
         self._handles: list[Any] = []
         if parts.config.enabled:
             self._attach()
@@ -85,13 +86,15 @@ class NanGuard:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model. Without grad mode the hooks come off first, so that no layer chooses another kernel."""
-        if not torch.is_grad_enabled():
-            self._parts.forward.disarm()
-        return self._model(*args, **kwargs)
+        if not torch.is_grad_enabled() and not self._closed:
+            self._parts.disarm()
+        return self._model()(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         """Everything else is the model's: ``guard.no_sync()``, ``guard.module``, ``guard.state_dict()``."""
-        return getattr(self.__dict__["_model"], name)
+        if name.startswith("__") or "_model" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.__dict__["_model"](), name)
 
     @property
     def step(self) -> int:
@@ -128,6 +131,8 @@ class NanGuard:
         Raises:
             ValueError: a thing of no such kind, or a name that is taken.
         """
+        if self._closed:
+            raise ValueError("register() after close(): the guard is gone; build a new one")
         self._parts.register(things)
 
     def close(self) -> None:
@@ -223,7 +228,7 @@ class NanGuard:
         if not self._activity and id(optimizer) not in self._judged:
             self._judged.add(id(optimizer))
             return self._go_on
-        go_on = self._judge()
+        go_on = self._judge(is_step=True)
         self._judged.add(id(optimizer))
         return go_on
 
@@ -233,19 +238,19 @@ class NanGuard:
         if parts.previous is not None and self._go_on:
             parts.previous.keep_gradients(dict(parts.state.named_parameters_of(optimizer)))
 
-    def _judge(self) -> bool:
-        """7. The verdict of all ranks."""
+    def _judge(self, is_step: bool = False) -> bool:
+        """7. The verdict of all ranks. One over an empty window, by `check`, is no step of its own."""
         parts = self._parts
         parts.see_before_verdict(self._step)
-        severity = parts.peers.verdict(self._severities.severity(self._known_to_host()))
+        severity, active = parts.peers.verdict(self._severities.severity(self._known_to_host()), self._activity)
         self._activity = False
         self._judged = set()
         self._last_update_judged = True
         try:
-            self._go_on = self._policy.go_on(severity, self._step)
+            self._go_on = self._policy.go_on(severity, self._step, is_step=active or is_step)
         finally:
             self._close_window()
-        self._step += 1
+        self._step += int(active or is_step)
         return self._go_on
 
     def _after_update(self, optimizer: torch.optim.Optimizer) -> None:
@@ -305,14 +310,21 @@ class NanGuard:
                 self._distress.close()
             self._exit_hook.close()
         self._parts.close(keep_fault_group=keep_exit_hook)
+        if not keep_exit_hook:
+            self._model = weakref.ref(self._model())
+            del self._parts, self._batch
+            if self._config.enabled:
+                del self._policy, self._severities, self._exit_hook, self._distress
 
     # -- a rank that falls alone
     # ------------------------------------------------------------------------------------------------------
 
     def _fell(self, error: BaseException) -> bool:
         """This rank's own code raised. If its slots are bad, or a peer has fallen: write the local part, say so."""
+        if self._left:
+            return False
         called = self._distress is not None and self._distress.was_called()
-        if self._left or not (called or self._policy.saw_something()):
+        if not called and not self._policy.saw_something():
             return False
         report = self._policy.dump_alone(self._step, f"this rank raised {type(error).__name__} on its own")
         if self._distress is not None:
@@ -340,7 +352,6 @@ class Steps:
     def __init__(self, loader: Iterable[Any], guard: NanGuard) -> None:
         self._loader = loader
         self._guard = guard
-        self._warned = False
 
     def __iter__(self) -> Iterator[Any]:
         self._warn_of_open_window()
@@ -355,8 +366,8 @@ class Steps:
         return len(self._loader)
 
     def _warn_of_open_window(self) -> None:
-        if self._guard._activity and not self._warned:
-            self._warned = True
+        if self._guard._activity and not self._guard._warned_of_open_window:
+            self._guard._warned_of_open_window = True
             _log.warning(
                 "a window was still open when the loader began again: it goes on, and its micro-batches count on"
             )

@@ -31,6 +31,7 @@ class FaultPolicy:
         num_overflows: steps that a scaler has skipped so far.
         num_skips: steps that ``skip`` has skipped so far.
         num_warned: faults that ``warn`` has let through, by phase and layer.
+        is_quiet: no log line, for a replay that tells in its own way.
         last_view: what this rank saw of the last fault.
     """
 
@@ -39,14 +40,20 @@ class FaultPolicy:
         self.num_overflows = 0
         self.num_skips = 0
         self.num_warned: dict[tuple[str, str | None], int] = {}
+        self.is_quiet = False
         self.last_view: LocalView | None = None
         self._overflows_in_a_row = 0
         self._told_of_scaler = False
         self._remarks: set[str] = set()
         self._busy = threading.Lock()
 
-    def go_on(self, severity: Severity, step: int) -> bool:
+    def go_on(self, severity: Severity, step: int, is_step: bool = True) -> bool:
         """Whether the update may go ahead.
+
+        Args:
+            severity: the verdict.
+            step: number of the step.
+            is_step: False for a verdict over an empty window, which is not kept in the history.
 
         Raises:
             NonFiniteError: on every rank.
@@ -61,7 +68,10 @@ class FaultPolicy:
         if severity in (Severity.LOSS, Severity.FAULT):
             with self._busy:
                 return self._fault(severity, step, cause="")
-        self._clean(step)
+        if is_step:
+            self._clean(step)
+        else:
+            self.parts.board.discard()
         return True
 
     def _clean(self, step: int) -> None:
@@ -114,10 +124,14 @@ class FaultPolicy:
             return self._warn(report)
         if self.parts.config.on_fault == "warn":
             return self._warn(report)
-        _log.error("%s", log_line(report))
+        self._say(log_line(report))
         if self.parts.config.on_fault == "skip" and self._may_skip(view):
             return self._skip(report, view)
         return self._stop(report, view)
+
+    def _say(self, text: str) -> None:
+        if not self.is_quiet:
+            _log.error("%s", text)
 
     def _confirmed(self, severity: Severity, view: LocalView) -> Severity:
         """Gradients that were bad in backward and are finite now are no fault: somebody has dealt with them."""

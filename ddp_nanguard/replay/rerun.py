@@ -57,6 +57,7 @@ def rerun(rebuilt: Rebuilt, micro_batches: list[MicroBatch], alone: bool) -> Rer
         first_step=report.step,
         **options,
     )
+    guard._policy.is_quiet = True
     guard._parts.known_habitual = frozenset(rebuilt.dump.evidence(rebuilt.rank)["habitual"])
     with contextlib.closing(_Closing(guard)):
         return _run(guard, rebuilt, micro_batches, alone)

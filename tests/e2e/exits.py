@@ -29,13 +29,13 @@ class Launch:
     Attributes:
         code: torchrun's own exit code.
         worker_codes: codes of the workers that failed, by rank, as torchrun saw them.
-        texts: per attempt and rank, what the worker printed.
+        texts: per rank, what the worker printed.
         summary: torchrun's stderr.
     """
 
     code: int
     worker_codes: dict[int, int]
-    texts: list[list[str]]
+    texts: list[str]
     summary: str
 
 
@@ -44,25 +44,21 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
 
 
-def torchrun(script: Path, *arguments: str, num_ranks: int = 2, restarts: int = 0) -> Launch:
+def torchrun(script: Path, *arguments: str, num_ranks: int = 2) -> Launch:
     """Runs a script under torchrun with a log file per worker."""
     with tempfile.TemporaryDirectory(prefix="torchrun-") as logs:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-        command += [f"--max-restarts={restarts}", f"--log-dir={logs}", "--redirects=3", "--monitor-interval=0.05"]
+        command += ["--max-restarts=0", f"--log-dir={logs}", "--redirects=3", "--monitor-interval=0.05"]
         command += [str(script), *arguments]
         job = subprocess.run(
             command, env=environment(), capture_output=True, text=True, timeout=LAUNCH_TIMEOUT_S, check=False
         )
-        texts = [[_text(worker) for worker in _workers(attempt)] for attempt in _attempts(Path(logs))]
+        texts = [_text(worker) for worker in _workers(Path(logs))]
         return Launch(job.returncode, _worker_codes(job.stderr), texts, job.stderr)
 
 
-def _attempts(logs: Path) -> list[Path]:
-    return sorted(logs.glob("*/attempt_*"), key=lambda path: int(path.name.removeprefix("attempt_")))
-
-
-def _workers(attempt: Path) -> list[Path]:
-    return sorted(attempt.iterdir(), key=lambda path: int(path.name))
+def _workers(logs: Path) -> list[Path]:
+    return sorted(logs.glob("*/attempt_0/*"), key=lambda path: int(path.name))
 
 
 def _text(worker: Path) -> str:
@@ -84,20 +80,19 @@ def clean_exit(out: Path) -> Launch:
     return torchrun(EXAMPLE, "--steps=3", f"--out={out}")
 
 
-def faulty_exits(out: Path, count: int) -> Launch:
-    """Torchrun starts the workers again after each fault, so one launch gives ``count`` faulty exits."""
-    return torchrun(EXAMPLE, f"--out={out}", restarts=count - 1)
+def faulty_exit(out: Path) -> Launch:
+    return torchrun(EXAMPLE, f"--out={out}")
 
 
 def is_clean(launch: Launch) -> bool:
     return launch.code == 0 and launch.worker_codes == {} and "Signal" not in launch.summary
 
 
-def is_faulty(launch: Launch, count: int, num_ranks: int = 2) -> bool:
+def is_faulty(launch: Launch, num_ranks: int = 2) -> bool:
     codes = dict.fromkeys(range(num_ranks), FAULT_CODE)
-    texts = [messages_of(attempt) for attempt in launch.texts]
-    agreed = all(None not in found and len(set(found)) == 1 and len(found) == num_ranks for found in texts)
-    return launch.code == 1 and launch.worker_codes == codes and len(texts) == count and agreed
+    messages = messages_of(launch.texts)
+    agreed = None not in messages and len(set(messages)) == 1 and len(messages) == num_ranks
+    return launch.code == 1 and launch.worker_codes == codes and agreed
 
 
 def main() -> int:
@@ -106,7 +101,7 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="exits-") as out:
         num_clean = sum(is_clean(clean_exit(Path(out))) for _ in range(options.count))
-        num_faulty = sum(is_faulty(faulty_exits(Path(out), 1), 1) for _ in range(options.count))
+        num_faulty = sum(is_faulty(faulty_exit(Path(out))) for _ in range(options.count))
     print(f"clean exits with code 0: {num_clean} of {options.count}")
     print(f"faulty exits with code {FAULT_CODE} and the same text on all ranks: {num_faulty} of {options.count}")
     return int((num_clean, num_faulty) != (options.count, options.count))
