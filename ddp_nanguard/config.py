@@ -63,6 +63,8 @@ class GuardConfig:
     """Copy each micro-batch instead of keeping references."""
     hold_batches: Literal["device", "host"] = "device"
     """Where the window's micro-batches are held."""
+    redact: bool = False
+    """Keep the contents of batches out of dumps: shapes and dtypes only. Such a dump cannot be replayed."""
     keep_previous: bool = False
     """Keep all that an update changes from before it, so that a bad update can be undone and replayed."""
     first_step: int = 0

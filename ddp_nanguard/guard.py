@@ -177,6 +177,11 @@ class NanGuard:
         if not torch.is_grad_enabled():
             parts.disarm()
             return
+        if parts.wrapper.is_joining():
+            raise ValueError(
+                "model.join() shadows DDP's communication only: a rank that ran out of data would miss the verdict "
+                "of the others; give every rank the same number of batches, or set enabled=False"
+            )
         root_hook_missed = parts.arm() and parts.wrapper.root is parts.wrapper.model
         parts.forward.begin_root()
         parts.backward.reset()

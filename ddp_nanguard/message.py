@@ -119,8 +119,11 @@ def _affected_text(report: FaultReport) -> str:
         return f"; held by ranks {_ranks(report.holders, len(report.holders))}"
     if not report.num_ranks_affected:
         return ""
-    ranks = _ranks(report.ranks_affected, report.num_ranks_affected)
-    return f"; seen on {report.num_ranks_affected} of {report.world_size} ranks: {ranks}"
+    first = report.origin.rank if report.origin is not None else None
+    others = tuple(rank for rank in report.ranks_affected if rank != first)
+    if first is None or not others:
+        return f"; ranks affected: {_ranks(report.ranks_affected, report.num_ranks_affected)}"
+    return f"; ranks affected: {first} first, then {_ranks(others, report.num_ranks_affected - 1)}"
 
 
 def _ranks(ranks: tuple[int, ...], count: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -27,6 +28,7 @@ from .verdict import Peers
 from .window import Previous, Window
 from .wrappers import GradientWatch, Wrapper, wrapper_of
 
+_log = logging.getLogger(__name__)
 _guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -298,6 +300,7 @@ def _composed(
         return is_ignored(name, config.ignore)
 
     gradient = GradientProbe(parameters, board, backward, wrapper.local, ignored)
+    _warn_of_small_eps(given.optimizers)
     watches_gradients = config.enabled and bool({"backward", "reduce"} & set(config.watch))
     return Parts(
         config=config,
@@ -319,6 +322,22 @@ def _composed(
         module_names=frozenset(name for name, _ in modules),
         named_buffers=named_buffers,
     )
+
+
+def _warn_of_small_eps(optimizers: list[torch.optim.Optimizer]) -> None:
+    """``eps`` that rounds to zero in a parameter's dtype: the update divides 0 by 0 where the gradient is zero."""
+    for optimizer in optimizers:
+        for index, group in enumerate(optimizer.param_groups):
+            eps = group.get("eps")
+            half = [p for p in group["params"] if p.dtype in (torch.float16, torch.bfloat16)]
+            if isinstance(eps, float) and half and float(torch.tensor(eps, dtype=half[0].dtype)) == 0.0:
+                _log.warning(
+                    "optimizer %s, group %d: eps=%g is 0 in %s, so that a zero gradient makes NaN weights; raise eps",
+                    type(optimizer).__name__,
+                    index,
+                    eps,
+                    half[0].dtype,
+                )
 
 
 def _unarmed(wrapper: Wrapper, gradient: GradientProbe) -> GradientWatch:

@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from .fault import LocalView, labelled_slots, unchecked
 from .parts import Parts
 from .pieces import Piece
 from .probes.gradient import GradientNote
+from .scan import named_tensors_in, path_text
 from .site import MAX_SITES, FaultReport, json_safe
 from .window import MicroBatch, Previous
 
@@ -92,7 +93,7 @@ def dump_request(
         num_shards=parts.wrapper.num_shards,
         replica_index=parts.wrapper.replica_index,
         evidence=_evidence(parts, view, report, moment),
-        window=moment.window,
+        window=[_redacted(m) for m in moment.window] if parts.config.redact else moment.window,
         buffers={**dict(parts.wrapper.named_buffers()), **moment.buffers},
         history=_history(parts, moment),
         recipe=parts.recipe,
@@ -100,6 +101,13 @@ def dump_request(
         run_id=run_id(),
         run={"argv": sys.argv, "run_id": run_id(), "recipe_directory": parts.recipe_directory},
     )
+
+
+def _redacted(micro_batch: MicroBatch) -> MicroBatch:
+    """The micro-batch with its tensors described instead of kept, and nothing else of its contents."""
+    named = {path_text(path): tensor for path, tensor in named_tensors_in(micro_batch.batch)}
+    described = {path: {"shape": list(t.shape), "dtype": _dtype(t.dtype)} for path, t in named.items()}
+    return replace(micro_batch, batch={"redacted": described})
 
 
 def run_id() -> str:

@@ -87,6 +87,8 @@ def why_not(dump: Dump, alone: bool) -> str | None:
     origin = dump.report.origin
     if origin is None:
         return "the fault has no origin that a step could reproduce"
+    if dump.manifest["options"].get("redact"):
+        return "the batches were kept out of the dump: train with redact=False to replay"
     if origin.phase is Phase.REDUCE and alone:
         n = dump.world_size
         return f"the value was born in communication: replay all {n} ranks with torchrun --nproc-per-node {n}"

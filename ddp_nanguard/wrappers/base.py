@@ -219,6 +219,10 @@ class Wrapper(ABC):
     def will_reduce(self) -> bool:
         """Whether the backward now running communicates gradients."""
 
+    def is_joining(self) -> bool:
+        """Whether the wrapper shadows the communication of ranks that have run out of data (DDP's ``join``)."""
+        return False
+
     def overwrites_buffers(self) -> bool:
         """Whether the coming forward overwrites this rank's buffers with another rank's."""
         return False

@@ -46,6 +46,10 @@ class DDPWrapper(Wrapper):
         """
         return bool(self._ddp.require_forward_param_sync) and self._ddp.process_group.size() > 1
 
+    def is_joining(self) -> bool:
+        """Whether ``with model.join():`` is active."""
+        return bool(self._ddp._join_config.enable)
+
     def overwrites_buffers(self) -> bool:
         """Whether the coming forward broadcasts rank 0's buffers to this rank."""
         return self.replica_index != 0 and bool(self._ddp.will_sync_module_buffers())  # type: ignore[no-untyped-call]

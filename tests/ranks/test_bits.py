@@ -39,9 +39,9 @@ def test_twenty_steps_are_identical_with_the_guard_on_and_off(wrapper: str) -> N
 
 @pytest.mark.parametrize("wrapper", ["plain", "ddp", "fsdp1", "fsdp2"])
 def test_the_comparison_can_fail(wrapper: str) -> None:
-    """One gradient element that differs in one step changes the bytes on its rank."""
+    """One gradient element that differs in one step changes the bytes."""
     usual = Job(wrapper, guarded=False)
     other = dataclasses.replace(usual, fault=Fault("weight.backward", "huge", rank=1, step=1))
-    first, second = run_ranks(run_jobs, jobs=[usual, other])[1]
-    assert first.losses == second.losses
-    assert first.after != second.after
+    ranks = run_ranks(run_jobs, jobs=[usual, other])
+    assert all(first.losses == second.losses for first, second in ranks)
+    assert any(first.after != second.after for first, second in ranks)
