@@ -2,10 +2,8 @@
 
 [Note: who tells whom]
 A rank whose own code raised cannot reach a collective any more, and its peers wait in one. It writes its local part,
-sets a key in the
-store and ends; a thread on every rank looks for that key, so that each peer learns of it within a few seconds whatever
-its main thread waits
-for, writes its own local part and ends too.
+sets a key in the store and ends; a thread on every rank looks for that key, so that each peer learns of it within a few
+seconds whatever its main thread waits for, writes its own local part and ends too.
 """
 
 from __future__ import annotations
@@ -16,9 +14,10 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,62 +32,77 @@ _TORCH_DIRECTORY = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
-class ExitHook:
-    """Chains ``sys.excepthook``: an uncaught `NonFiniteError` ends the worker with ``exit_code``.
+class Faller(Protocol):
+    """Who is asked when another exception than ours ends the process."""
 
-    Order: the previous hook, flush, ``meet`` (the peers may still write), atexit callbacks, ``os._exit``. SystemExit
-    would not do: with DDP
-    alive, the interpreter's own shutdown can hang or abort and lose the code.
+    def fell(self, error: BaseException) -> int | None:
+        """Write what there is to write; the exit code, or None where the error is none of ours."""
+
+
+_fallers: weakref.WeakSet[Any] = weakref.WeakSet()
+_previous: list[Hook] = []
+
+
+def watch_exit(faller: Faller) -> None:
+    """Chain ``sys.excepthook``, once for all guards of the process.
+
+    An uncaught `NonFiniteError` ends the worker with its exit code: the previous hook, flush, meet the peers (who
+    may still write), atexit callbacks, ``os._exit``. SystemExit would not do: with DDP alive, the interpreter's own
+    shutdown can hang or abort and lose the code.
     """
+    _fallers.add(faller)
+    if not _previous:
+        _previous.append(sys.excepthook)
+        sys.excepthook = _ended
 
-    def __init__(self, exit_code: int, meet: Callable[[], object], on_other: Callable[[BaseException], bool]) -> None:
-        self._exit_code = exit_code
-        self._meet = meet
-        self._on_other = on_other
-        self._previous: Hook = sys.excepthook
-        self._installed: Hook = self._ended
-        sys.excepthook = self._installed
 
-    def close(self) -> None:
-        """The previous hook again, unless somebody chained another one since."""
-        if sys.excepthook is self._installed:
-            sys.excepthook = self._previous
-        self._installed = self._previous
-        self._closed()
+def unwatch_exit(faller: Faller) -> None:
+    """The previous hook again when the last guard has gone, unless somebody has chained another one since."""
+    _fallers.discard(faller)
+    if not _fallers and sys.excepthook is _ended:
+        sys.excepthook = _previous.pop()
 
-    def _closed(self) -> None:
-        self._meet = _nothing
-        self._on_other = _not_ours
 
-    def _ended(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if isinstance(error, NonFiniteError):
-            traceback = _users_frames(traceback)
-            error = error.with_traceback(traceback)
-        self._previous(kind, error, traceback)
-        if isinstance(error, NonFiniteError):
-            self._flush()
-            self._meet()
-            self.leave()
-        elif isinstance(error, Exception) and self._on_other(error):
-            self._flush()
-            self.leave()
+def leave(exit_code: int) -> None:
+    """End the process: atexit callbacks, flush, ``os._exit``."""
+    atexit._run_exitfuncs()
+    _flush()
+    os._exit(exit_code)
 
-    def _flush(self) -> None:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
 
-    def leave(self) -> None:
-        """End the process: atexit callbacks, flush, ``os._exit``."""
-        atexit._run_exitfuncs()
-        self._flush()
-        os._exit(self._exit_code)
+def _ended(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    previous = _previous[0] if _previous else sys.__excepthook__
+    if isinstance(error, NonFiniteError):
+        traceback = _users_frames(traceback)
+        previous(kind, error.with_traceback(traceback), traceback)
+        _flush()
+        error.meet()
+        leave(error.exit_code)
+    previous(kind, error, traceback)
+    if isinstance(error, Exception):
+        _flush()
+        codes = [code for faller in list(_fallers) if (code := faller.fell(error)) is not None]
+        if codes:
+            leave(codes[0])
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
 
 
 class Distress:
     """A key in the job's store that says that a rank has fallen, and the thread that looks for it.
 
     The thread polls a connection of its own, a few times per ``timeout_s``; it costs the training loop nothing and
-    issues no collective.
+    issues no collective. Nothing here keeps the owner of ``on_call`` alive.
+
+    Args:
+        name: the same on all ranks of one guard, and no other guard's.
+        rank: of this process.
+        num_ranks: that step together.
+        timeout_s: how long peers are waited for.
+        on_call: bound method, called on the thread with the fallen rank's text.
     """
 
     def __init__(self, name: str, rank: int, num_ranks: int, timeout_s: float, on_call: Callable[[str], None]) -> None:
@@ -96,14 +110,14 @@ class Distress:
         self._rank = rank
         self._num_ranks = num_ranks
         self._timeout_s = timeout_s
-        self._interval_s = min(max(timeout_s / 20, 0.2), 5.0)
-        self._on_call = on_call
-        self._stop = threading.Event()
         shared: Any = dist.distributed_c10d._get_default_store()
         self._store = shared.clone()  # a connection of its own
-        self._thread = threading.Thread(target=self._watch, name="ddp_nanguard-distress", daemon=True)
-        self._thread.start()
-        atexit.register(self.close)
+        self._stop = threading.Event()
+        interval_s = min(max(timeout_s / 20, 0.2), 5.0)
+        arguments = (self._stop, self._store, self._key, interval_s, weakref.WeakMethod(on_call))
+        thread = threading.Thread(target=_look_out, args=arguments, name="ddp_nanguard-distress", daemon=True)
+        thread.start()
+        self._close = weakref.finalize(self, _end_thread, self._stop, thread, 10 * interval_s)
 
     def call(self, text: str) -> None:
         """Tell the peers, unless one of them has called already."""
@@ -133,23 +147,30 @@ class Distress:
             _log.warning("peers could not be waited for: %s", error)
 
     def close(self) -> None:
-        """Stop looking."""
-        self._stop.set()
-        atexit.unregister(self.close)
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout=10 * self._interval_s)
+        """Stop looking. Also happens when this object goes, and at exit."""
+        self._close()
 
-    def _watch(self) -> None:
-        while not self._stop.wait(self._interval_s):
-            try:
-                if not self._store.check([self._key]):
-                    continue
-                text = self._store.get(self._key).decode(errors="replace")
-            except RuntimeError:
-                return  # the store is gone: so is the job
-            if not self._stop.is_set():
-                self._on_call(text)
-            return
+
+def _look_out(
+    stop: threading.Event, store: Any, key: str, interval_s: float, on_call: weakref.WeakMethod[Callable[[str], None]]
+) -> None:
+    while not stop.wait(interval_s):
+        try:
+            if not store.check([key]):
+                continue
+            text = store.get(key).decode(errors="replace")
+        except RuntimeError:
+            return  # the store is gone: so is the job
+        owner = on_call()
+        if owner is not None and not stop.is_set():
+            owner(text)
+        return
+
+
+def _end_thread(stop: threading.Event, thread: threading.Thread, timeout_s: float) -> None:
+    stop.set()
+    if thread is not threading.current_thread():
+        thread.join(timeout=timeout_s)
 
 
 def _users_frames(traceback: TracebackType | None) -> TracebackType | None:
@@ -168,11 +189,3 @@ def _users_frames(traceback: TracebackType | None) -> TracebackType | None:
 
 def _is_inner(path: str) -> bool:
     return path.startswith((_OWN_DIRECTORY, _TORCH_DIRECTORY))
-
-
-def _nothing() -> None:
-    return None
-
-
-def _not_ours(error: BaseException) -> bool:
-    return False

@@ -13,6 +13,7 @@ Bad input to the library is a plain ``ValueError`` that names the option, the va
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,14 +25,24 @@ class NonFiniteError(RuntimeError):
 
     Attributes:
         report: what was seen, as plain data. It survives pickling.
+        exit_code: of the worker, if nobody catches the error.
+        meet: waits for the peers, who may still write their dumps; does nothing in an unpickled error.
     """
 
-    def __init__(self, message: str, report: FaultReport) -> None:
+    def __init__(
+        self, message: str, report: FaultReport, exit_code: int = 65, meet: Callable[[], object] | None = None
+    ) -> None:
         super().__init__(message)
         self.report = report
+        self.exit_code = exit_code
+        self.meet = meet if meet is not None else _meet_nobody
 
-    def __reduce__(self) -> tuple[type[NonFiniteError], tuple[str, FaultReport]]:
-        return type(self), (self.args[0], self.report)
+    def __reduce__(self) -> tuple[type[NonFiniteError], tuple[str, FaultReport, int]]:
+        return type(self), (self.args[0], self.report, self.exit_code)
+
+
+def _meet_nobody() -> None:
+    return None
 
 
 class DumpError(ValueError):

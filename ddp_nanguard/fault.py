@@ -8,12 +8,12 @@ verdict is the same everywhere.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
-from .blame import Finding, LossNote, RankedSite, StepView, habitual_layers, local_sites
+from .blame import Damage, Finding, Habit, LossNote, RankedSite, StepView, habits, local_sites
 from .board import Reading, Region, is_clean
 from .parts import Parts
 from .probes.backward import GradientHook
@@ -27,23 +27,6 @@ from .window import MicroBatch
 
 
 @dataclass
-class Damage:
-    """What the rescans of state found."""
-
-    by_update: list[Finding]
-    before: list[Finding]
-    buffers: list[Finding]
-
-    def names(self) -> list[str]:
-        """Names of everything that is bad now."""
-        return [finding.name for finding in (*self.by_update, *self.before, *self.buffers)]
-
-    def lasting(self) -> list[str]:
-        """Names of what putting the window's buffers back does not heal."""
-        return [finding.name for finding in (*self.by_update, *self.before)]
-
-
-@dataclass
 class LocalView:
     """What this rank sees of the fault."""
 
@@ -54,7 +37,7 @@ class LocalView:
     gradients_bad_seen: bool
     loss_bad: bool
     sites: list[RankedSite] = field(default_factory=list)
-    habitual: frozenset[str] = frozenset()
+    habits: frozenset[Habit] = frozenset()
 
 
 def look(parts: Parts) -> LocalView:
@@ -80,7 +63,7 @@ def report_of(parts: Parts, view: LocalView, step: int, cause: str) -> FaultRepo
     says so.
     """
     blame = step_view(parts, view, step)
-    view.sites, view.habitual = local_sites(blame), blame.habitual
+    view.sites, view.habits = local_sites(blame), blame.habits
     reduced_bad = any(ranked.site.phase is Phase.REDUCE for ranked in view.sites)
     local = LocalFault(view.sites, view.damage.lasting(), reduced_bad, unchecked(parts))
     notes: list[str] = []
@@ -91,47 +74,69 @@ def report_of(parts: Parts, view: LocalView, step: int, cause: str) -> FaultRepo
         shared = parts.peers.alone().share(local, step)
     if parts.peers.lost:
         notes.append(f"peers were not asked or did not answer: this is rank {parts.peers.rank}'s own view")
-    origin = shared.sites[0] if shared.sites else None
+    sites = tuple(_own_view(site) for site in shared.sites) if parts.peers.lost else shared.sites
+    origin = sites[0] if sites else None
     is_reduce = origin is not None and origin.phase is Phase.REDUCE
     return FaultReport(
         step=origin.step if origin is not None else step,
         world_size=parts.peers.world_size,
         wrapper=parts.wrapper.kind,
         origin=origin,
-        sites=shared.sites,
+        sites=sites,
         holders=shared.holders if is_reduce else (),
         num_ranks_affected=shared.num_affected,
         ranks_affected=shared.affected,
-        cause=cause or _cause_of(origin),
+        cause=cause or _cause_of(parts, origin),
         state=shared.damaged,
         unchecked=shared.unchecked,
+        is_own_view=parts.peers.lost,
         notes=tuple(notes),
     )
+
+
+def _own_view(site: Site) -> Site:
+    """Without peers nothing is known of their gradients."""
+    return replace(site, taken_in="unchecked") if site.phase is Phase.REDUCE else site
 
 
 def unchecked(parts: Parts) -> list[str]:
     """What this rank did not look at, in words."""
     found = sorted(parts.forward.unchecked)
+    if parts.forward.skipped:
+        found.append(f"{len(parts.forward.skipped)} modules of skip_types: {_shown(parts.forward.skipped)}")
     if parts.window.micro_batches:
         silent = parts.forward.silent_modules()
         if silent:
-            shown = ", ".join(name or "(root)" for name in silent[:8]) + (", ..." if len(silent) > 8 else "")
-            found.append(f"{len(silent)} modules whose hooks did not fire (not run, or compiled): {shown}")
+            found.append(f"{len(silent)} modules whose hooks did not fire (not run, or compiled): {_shown(silent)}")
     watched = set(parts.config.watch)
     found += [f"phase {phase} (not watched)" for phase in Phase if str(phase) not in watched]
     return found
 
 
-def _cause_of(origin: Site | None) -> str:
+def _shown(names: list[str]) -> str:
+    return ", ".join(name or "(root)" for name in names[:8]) + (", ..." if len(names) > 8 else "")
+
+
+def _cause_of(parts: Parts, origin: Site | None) -> str:
     if origin is None:
         return "unknown: no probe saw where the value came from"
-    return {
-        Phase.STATE: "a parameter, buffer or optimizer state was bad before the step",
-        Phase.INPUT: "the loader delivered a non-finite value",
-        Phase.LOSS: "the loss function made it from a finite model output" if origin.taken_in is None else "unknown",
-        Phase.REDUCE: "finite on every rank before communication, non-finite after it",
-        Phase.OPTIMIZER: "the update itself, or its hyper-parameters; gradients were finite",
-    }.get(origin.phase, "unknown")
+    match origin.phase:
+        case Phase.STATE if origin.taken_in is None:
+            return "a parameter, buffer or optimizer state was bad before the step"
+        case Phase.INPUT:
+            return "the loader delivered a non-finite value"
+        case Phase.LOSS if origin.taken_in is None:
+            return "the loss function made it from a finite model output"
+        case Phase.REDUCE if origin.taken_in is None:
+            return "finite on every rank before communication, non-finite after it"
+        case Phase.OPTIMIZER if origin.layer is None:
+            return "a hyper-parameter is not a finite number"
+        case Phase.OPTIMIZER if parts.let_through == origin.step:
+            return f"the update of step {origin.step} used gradients that were known to be bad and were let through"
+        case Phase.OPTIMIZER:
+            return "the update itself: its gradients were finite"
+        case _:
+            return "unknown"
 
 
 # -- rescans
@@ -139,19 +144,33 @@ def _cause_of(origin: Site | None) -> str:
 
 
 def _damage(parts: Parts, readings: list[Reading]) -> Damage:
-    updated = {
-        r.note.name for r in readings if isinstance(r.note, StateNote) and r.note.when == "update" and not is_clean(r)
-    }
-    by_update: list[Finding] = []
-    before: list[Finding] = []
+    damage = Damage()
+    updated, clean = _looked_at(readings)
     for holder, name, tensor in named_parameter_tensors(parts):
         if not parts.is_ignored(name):
-            (by_update if holder in updated else before).extend(_found(name, tensor))
+            place = damage.by_update if holder in updated else (damage.since if holder in clean else damage.before)
+            place.extend(_found(name, tensor))
     for name, tensor in optimizer_tensors(parts):
         if not parts.is_ignored(name):
-            (by_update if updated else before).extend(_found(name, tensor))
-    buffers_before, buffers = _damaged_buffers(parts)
-    return Damage(by_update, before + buffers_before, buffers)
+            place = damage.by_update if updated else (damage.since if name in clean else damage.before)
+            place.extend(_found(name, tensor))
+    before, damage.buffers = _damaged_buffers(parts)
+    damage.before += before
+    return damage
+
+
+def _looked_at(readings: list[Reading]) -> tuple[set[str], set[str]]:
+    """Names that were bad right after the last update, and names that were looked at and clean in this window."""
+    updated: set[str] = set()
+    clean: set[str] = set()
+    for reading in readings:
+        note = reading.note
+        if isinstance(note, StateNote) and note.when in ("before", "update"):
+            if is_clean(reading):
+                clean.add(note.name)
+            elif note.when == "update":
+                updated.add(note.name)
+    return updated, clean - updated
 
 
 def named_parameter_tensors(parts: Parts) -> Iterator[tuple[str, str, Tensor]]:
@@ -232,14 +251,14 @@ def _batch_findings(micro_batches: list[MicroBatch]) -> list[Finding]:
         for path, tensor in named_tensors_in(micro_batch.batch):
             name = path_text(path)
             if name not in micro_batch.modified and (kind := kind_in(tensor)) is not None:
-                found.append(Finding(name, kind, evidence(tensor), micro_batch.index))
+                found.append(Finding(name, kind, evidence(tensor), micro_batch.index, tensor))
     return found
 
 
 def step_view(parts: Parts, view: LocalView, step: int) -> StepView:
     """What blame is read from."""
     parts.window.note_modified()
-    habitual = [parts.known_habitual, *(habitual_layers(past.readings()) for past in parts.board.past())]
+    known = [parts.known_habits, *(habits(past.readings()) for past in parts.board.past())]
     return StepView(
         rank=parts.peers.rank,
         step=step,
@@ -249,12 +268,10 @@ def step_view(parts: Parts, view: LocalView, step: int) -> StepView:
         is_ignored=parts.is_ignored,
         losses={(m.index, name): loss for m in parts.window.micro_batches for name, loss in m.losses.items()},
         batch=_batch_findings(parts.window.micro_batches) if "input" in parts.config.watch else [],
-        damaged_before=view.damage.before,
-        damaged_by_update=view.damage.by_update,
-        damaged_buffers=view.damage.buffers,
+        damage=view.damage,
         reduced=_reduced_findings(parts, view.readings),
         hyper_parameters=view.hyper_parameters,
-        habitual=frozenset().union(*habitual),
+        habits=frozenset().union(*known),
     )
 
 

@@ -8,6 +8,7 @@ Read on in: `probes` (what is looked at), `board` (where it is left), `verdict` 
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any
@@ -19,7 +20,8 @@ from torch import Tensor, nn
 from .blame import LossNote
 from .board import Board, Region
 from .config import GuardConfig
-from .ending import Distress, ExitHook
+from .ending import Distress, leave, unwatch_exit, watch_exit
+from .errors import NonFiniteError
 from .hooks import Hook
 from .message import log_line
 from .parts import Parts, build_parts
@@ -69,9 +71,10 @@ class NanGuard:
         self._left = False
         self._config = parts.config
         self._step = parts.config.first_step
-        self._activity = False
         self._judged: set[int] = set()
+        self._has_verdict = False
         self._go_on = True
+        self._error: NonFiniteError | None = None
         self._first_window = True
         self._batch: Any = None
         self._has_batch = False
@@ -137,12 +140,11 @@ class NanGuard:
 
     def close(self) -> None:
         """Judge the last update, then leave the model as it was. Collective: one verdict; every rank must call it."""
-        if not self._closed and self._is_watching() and not self._last_update_judged:
-            try:
+        try:
+            if self._is_watching() and not self._last_update_judged:
                 self._judge()
-            finally:
-                self._detach()
-        self._detach()
+        finally:
+            self._detach()
 
     def __enter__(self) -> NanGuard:
         return self
@@ -150,10 +152,9 @@ class NanGuard:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         if error is None:
             self.close()
-        else:
-            self._detach(
-                keep_exit_hook=True
-            )  # the error may reach the top: then the peers and the dump are still needed
+        elif not self._left:
+            self._unhook()
+            error.__dict__["_guard"] = _Keeper(self)  # uncaught, it still needs the evidence; caught, it lets go of it
 
     # -- one step, in order
     # ----------------------------------------------------------------------------------------------------
@@ -169,7 +170,6 @@ class NanGuard:
         parts.forward.begin_micro_batch(micro_batch.index)
         parts.gradient.micro_batch = micro_batch.index
         parts.backward.ran = False
-        self._activity = True
 
     def _before_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """2. The model is called: the first call looks at all state, before anything is changed."""
@@ -185,7 +185,6 @@ class NanGuard:
         root_hook_missed = parts.arm() and parts.wrapper.root is parts.wrapper.model
         parts.forward.begin_root()
         parts.backward.reset()
-        self._activity = True
         if self._needs_micro_batch():
             self._open_micro_batch(self._batch if self._has_batch else {"args": args, "kwargs": kwargs})
         if self._first_window:
@@ -218,7 +217,6 @@ class NanGuard:
     def _after_backward(self) -> None:
         """5. A backward pass has ended, the wrapper's communication included."""
         parts = self._parts
-        self._activity = True
         if parts.wrapper.will_reduce():
             parts.reduced_in.add(parts.gradient.micro_batch)
             if "reduce" in self._config.watch:
@@ -230,10 +228,10 @@ class NanGuard:
 
     def _before_update(self, optimizer: torch.optim.Optimizer) -> bool:
         """6. ``optimizer.step`` is entered: may it go on? Optimizers that step after one backward share a verdict."""
-        if not self._activity and id(optimizer) not in self._judged:
-            self._judged.add(id(optimizer))
-            return self._go_on
-        go_on = self._judge(is_step=True)
+        shares = self._has_verdict and not self._parts.backward.ran_since_verdict and id(optimizer) not in self._judged
+        if shares and self._error is not None:
+            raise self._error
+        go_on = self._go_on if shares else self._judge(is_step=True)
         self._judged.add(id(optimizer))
         return go_on
 
@@ -244,18 +242,26 @@ class NanGuard:
             parts.previous.keep_gradients(dict(parts.state.named_parameters_of(optimizer)))
 
     def _judge(self, is_step: bool = False) -> bool:
-        """7. The verdict of all ranks. One over an empty window, by `check`, is no step of its own."""
+        """7. The verdict of all ranks.
+
+        One that is asked for before any rank's backward (`check`) is no step of its own: the window stays open.
+        """
         parts = self._parts
         parts.see_before_verdict(self._step)
-        severity, active = parts.peers.verdict(self._severities.severity(self._known_to_host()), self._activity)
-        self._activity = False
-        self._judged = set()
+        severity = self._severities.severity(self._known_to_host())
+        severity_of_all, any_backward = parts.peers.verdict(severity, parts.backward.ran_since_verdict)
         self._last_update_judged = True
+        if severity_of_all is Severity.CLEAN and not (is_step or any_backward):
+            return True
+        self._judged, self._has_verdict, self._error = set(), True, None
         try:
-            self._go_on = self._policy.go_on(severity, self._step, is_step=active or is_step)
+            self._go_on = self._policy.go_on(severity_of_all, self._step)
+        except NonFiniteError as error:
+            self._error = error.with_traceback(None)
+            raise
         finally:
             self._close_window()
-        self._step += int(active or is_step)
+        self._step += 1
         return self._go_on
 
     def _after_update(self, optimizer: torch.optim.Optimizer) -> None:
@@ -270,7 +276,7 @@ class NanGuard:
         parts.forward.forget_window()
         parts.gradient.forget_window()
         parts.reduced_in = set()
-        parts.backward.ran = False
+        parts.backward.ran = parts.backward.ran_since_verdict = False
 
     def _known_to_host(self) -> Severity:
         if "optimizer" in self._config.watch and self._parts.state.see_hyper_parameters():
@@ -295,60 +301,79 @@ class NanGuard:
         for optimizer in parts.optimizers:
             self._handles.append(optimizer.register_step_pre_hook(_StepPre(self)))
             self._handles.append(optimizer.register_step_post_hook(_StepPost(self)))
-        self._exit_hook = ExitHook(self._config.exit_code, parts.peers.meet, self._fell)
+        watch_exit(self)
         self._distress = (
             Distress(parts.name, parts.peers.rank, parts.peers.world_size, self._config.timeout_s, self._called_by_peer)
             if parts.peers.world_size > 1
             else None
         )
 
-    def _detach(self, keep_exit_hook: bool = False) -> None:
-        if self._closed:
-            return
+    def _unhook(self) -> None:
+        """The model, the optimizers and the scaler as they were."""
         self._closed = True
-        self._left = not keep_exit_hook
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        if self._config.enabled and not keep_exit_hook:
+        self._parts.unhook()
+
+    def _detach(self) -> None:
+        """Nothing is left, and nothing here keeps the model alive."""
+        if self._left:
+            return
+        self._left = True
+        self._unhook()
+        if self._config.enabled:
             if self._distress is not None:
                 self._distress.close()
-            self._exit_hook.close()
-        self._parts.close(keep_fault_group=keep_exit_hook)
-        if not keep_exit_hook:
-            self._model = weakref.ref(self._model())
-            del self._parts, self._batch
-            if self._config.enabled:
-                del self._policy, self._severities, self._exit_hook, self._distress
+            unwatch_exit(self)
+            del self._policy, self._severities, self._distress
+        self._parts.close()
+        self._model = weakref.ref(self._model())
+        del self._parts, self._batch
 
-    # -- a rank that falls alone
-    # ------------------------------------------------------------------------------------------------------
+    # -- a rank that falls alone --------------------------------------------------------------------------------------
 
-    def _fell(self, error: BaseException) -> bool:
-        """This rank's own code raised. If its slots are bad, or a peer has fallen: write the local part, say so."""
+    def fell(self, error: BaseException) -> int | None:
+        """An exception of the user's own ends this process. For `ending`, not for users.
+
+        If this rank's slots are bad, or a peer has fallen: write the local part, tell the peers, wait for theirs.
+        """
         if self._left:
-            return False
+            return None
         called = self._distress is not None and self._distress.was_called()
         if not called and not self._policy.saw_something():
-            return False
+            return None
         report = self._policy.dump_alone(self._step, f"this rank raised {type(error).__name__} on its own")
-        if self._distress is not None:
+        if report is None:  # the other thread is at it, and ends the process when it has done
+            time.sleep(self._config.timeout_s)
+        elif self._distress is not None:
             self._distress.call(log_line(report))
             self._distress.wait_for_all()
-        return True
+        return self._config.exit_code
 
     def _called_by_peer(self, text: str) -> None:
         """A peer has fallen, and this rank's main thread may wait for it for ever. Runs on the distress thread."""
-        assert self._distress is not None
+        if self._left or self._distress is None:
+            return
         if self._policy.dump_with_fallen_peer(self._step, text):
             self._distress.wait_for_all()
-            self._exit_hook.leave()
+            leave(self._config.exit_code)
 
     def _is_inside_scaler(self) -> bool:
         return self._parts.scaler is not None and self._parts.scaler.is_inside
 
     def _before_scaler_step(self, optimizer: torch.optim.Optimizer) -> bool:
         return self._before_update(optimizer) if self._is_watching() else True
+
+
+class _Keeper:
+    """Keeps a guard that was left by an exception for as long as that exception lives."""
+
+    def __init__(self, guard: NanGuard) -> None:
+        self._guard = guard
+
+    def __del__(self) -> None:
+        self._guard._detach()
 
 
 class Steps:
@@ -371,7 +396,11 @@ class Steps:
         return len(self._loader)
 
     def _warn_of_open_window(self) -> None:
-        if self._guard._activity and not self._guard._warned_of_open_window:
+        if (
+            self._guard._is_watching()
+            and self._guard._parts.window.micro_batches
+            and not self._guard._warned_of_open_window
+        ):
             self._guard._warned_of_open_window = True
             _log.warning(
                 "a window was still open when the loader began again: it goes on, and its micro-batches count on"

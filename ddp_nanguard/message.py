@@ -25,6 +25,8 @@ def log_line(report: FaultReport) -> str:
 
 def what(site: Site) -> str:
     """What was seen at an origin, without rank and step."""
+    if site.suspects:
+        return _suspects_text(site)
     if site.between is not None:
         return _between_text(site)
     kind = _KIND_WORDS[site.kind]
@@ -38,6 +40,8 @@ def what(site: Site) -> str:
             return f"{_call_text(site)}: finite gradient in, {kind} gradient out"
         case Phase.BACKWARD if site.taken_in is None:
             return f"gradient of {site.slot} is {kind}; the gradient of its layer's output was finite"
+        case Phase.REDUCE if site.taken_in is not None:
+            return f"gradient of {site.slot} is {kind} after communication; this rank's own gradient was finite"
         case Phase.REDUCE:
             return f"gradient of {site.slot} is {kind} only after communication; every rank's own gradient was finite"
         case Phase.OPTIMIZER if site.layer is not None:
@@ -53,7 +57,7 @@ def seen(site: Site) -> str:
         case Phase.STATE if site.taken_in is None:
             return f"{site.slot} is {kind} before the step"
         case Phase.STATE:
-            return f"{site.slot} is {kind} since this step's forward"
+            return f"{site.slot} is {kind} since this step began"
         case Phase.INPUT:
             return f"batch{site.slot} holds {kind}"
         case Phase.FORWARD:
@@ -68,6 +72,15 @@ def seen(site: Site) -> str:
             return f"{site.slot} is {kind}"
 
 
+def _suspects_text(site: Site) -> str:
+    """Several layers may have done it, and nobody saw which."""
+    kind, names = _KIND_WORDS[site.kind], ", ".join(layer_text(name) for name in site.suspects)
+    if site.slot == "grad":
+        code = "" if site.layer in site.suspects else f", or the code of {layer_text(site.layer)}"
+        return f"a {kind} gradient made by {names}{code}: which of them was not seen"
+    return f"gradient of {site.slot} is {kind}; it is shared by {names}: which of them made it was not seen"
+
+
 def _call_text(site: Site) -> str:
     return layer_text(site.layer) + (f" (call {site.call})" if site.call is not None else "")
 
@@ -80,7 +93,7 @@ def _between_text(site: Site) -> str:
     before = "its end" if place.before is None else layer_text(place.before)
     ends = f"between {after} and {before}"
     thing = "gradient" if site.phase is Phase.BACKWARD else "value"
-    return f"{code}, {ends}: a {kind} {thing} that no layer made"
+    return f"{code}, {ends}: a {kind} {thing} that no watched layer made"
 
 
 def error_text(report: FaultReport) -> str:
@@ -133,6 +146,8 @@ def _ranks(ranks: tuple[int, ...], count: int) -> str:
 
 def _state_text(report: FaultReport) -> str:
     ranks = f"all {report.world_size} ranks" if report.world_size > 1 else "the one rank"
+    if report.is_own_view:
+        ranks = "this rank"
     if report.state:
         names = ", ".join(report.state[:4]) + (f" and {len(report.state) - 4} more" if len(report.state) > 4 else "")
         return f"{ranks} stopped; DAMAGED: {names}"

@@ -17,9 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
+from .blame import Habit
 from .board import Board
 from .config import GuardConfig
 from .probes.backward import BackwardProbe
+from .probes.calls import Call
 from .probes.forward import ForwardProbe
 from .probes.gradient import GradientProbe
 from .probes.state import StateProbe
@@ -55,7 +57,8 @@ class Parts:
     module_names: frozenset[str]
     named_buffers: Callable[[], list[tuple[str, Tensor]]]
     registered: dict[str, Any] = field(default_factory=dict)
-    known_habitual: frozenset[str] = frozenset()
+    known_habits: frozenset[Habit] = frozenset()
+    let_through: int | None = None
     reduced_in: set[int] = field(default_factory=set)
     armed: bool = False
     saw_initial_buffers: bool = False
@@ -78,10 +81,12 @@ class Parts:
                 return name
         return ""
 
-    def sharers_of(self, name: str) -> list[str]:
-        """The layers that hold a parameter, the one that names it first."""
+    def sharers_of(self, name: str, calls: list[Call]) -> list[str]:
+        """The layers that hold a parameter, the one that names it first, and those that took it as an argument."""
         others = [alias for alias, kept in self.wrapper.aliases().items() if kept == name]
-        return [self.owner_of(each) for each in (name, *others)]
+        parameter = dict(self.wrapper.named_parameters()).get(name)
+        takers = [call.layer for call in calls for taken in call.inputs if taken.ref() is parameter is not None]
+        return list(dict.fromkeys([*(self.owner_of(each) for each in (name, *others)), *takers]))
 
     # -- probes on and off ---------------------------------------------------------------------------------------------
 
@@ -146,8 +151,8 @@ class Parts:
                 )
             self.registered[name] = thing
 
-    def close(self, keep_fault_group: bool) -> None:
-        """Nothing of the guard is left on the model, and nothing here keeps the model alive."""
+    def unhook(self) -> None:
+        """Nothing of the guard is left on the model and the scaler."""
         self.disarm()
         if self.local_gradients is not None:
             self.local_gradients.remove()
@@ -155,11 +160,13 @@ class Parts:
         if self.scaler is not None:
             self.scaler.close()
         _guarded.discard(self.wrapper.root)
-        if not keep_fault_group:
-            self.board.discard()
-            self.window.clear()
-            self.forward.forget_window()
-            self.peers.close()
+
+    def close(self) -> None:
+        """Nothing is held any more."""
+        self.board.discard()
+        self.window.clear()
+        self.forward.forget_window()
+        self.peers.close()
 
 
 def is_ignored(name: str, patterns: tuple[str, ...]) -> bool:

@@ -47,13 +47,12 @@ class FaultPolicy:
         self._remarks: set[str] = set()
         self._busy = threading.Lock()
 
-    def go_on(self, severity: Severity, step: int, is_step: bool = True) -> bool:
+    def go_on(self, severity: Severity, step: int) -> bool:
         """Whether the update may go ahead.
 
         Args:
             severity: the verdict.
             step: number of the step.
-            is_step: False for a verdict over an empty window, which is not kept in the history.
 
         Raises:
             NonFiniteError: on every rank.
@@ -68,10 +67,7 @@ class FaultPolicy:
         if severity in (Severity.LOSS, Severity.FAULT):
             with self._busy:
                 return self._fault(severity, step, cause="")
-        if is_step:
-            self._clean(step)
-        else:
-            self.parts.board.discard()
+        self._clean(step)
         return True
 
     def _clean(self, step: int) -> None:
@@ -120,11 +116,14 @@ class FaultPolicy:
         if severity is Severity.LOSS:
             cause = "every gradient is finite: the weights are in no danger"
         report = report_of(self.parts, view, step, cause)
-        if severity is Severity.LOSS and self.parts.config.on_loss == "warn":
-            return self._warn(report)
-        if self.parts.config.on_fault == "warn":
-            return self._warn(report)
+        lets_through = self.parts.config.on_fault == "warn" or (
+            severity is Severity.LOSS and self.parts.config.on_loss == "warn"
+        )
+        if lets_through and not self.parts.peers.lost:
+            return self._warn(report, step)
         self._say(log_line(report))
+        if self.parts.peers.lost:
+            return self._stop(report, view)
         if self.parts.config.on_fault == "skip" and self._may_skip(view):
             return self._skip(report, view)
         return self._stop(report, view)
@@ -154,7 +153,8 @@ class FaultPolicy:
             self.parts.peers.lost = True
             return list(flags)
 
-    def _warn(self, report: FaultReport) -> bool:
+    def _warn(self, report: FaultReport, step: int) -> bool:
+        self.parts.let_through = step
         origin = report.origin
         key = (str(origin.phase), origin.layer) if origin is not None else ("unknown", None)
         self.num_warned[key] = self.num_warned.get(key, 0) + 1
@@ -188,7 +188,7 @@ class FaultPolicy:
             report = self._heal_buffers(report, view)
         report = self._dumped(report, view, moment)
         parts.board.discard()
-        raise NonFiniteError(error_text(report), report)
+        raise NonFiniteError(error_text(report), report, parts.config.exit_code, parts.peers.meet)
 
     def _heal_buffers(self, report: FaultReport, view: LocalView) -> FaultReport:
         """No update happens, so the buffers too are to be those from before the window."""
@@ -235,8 +235,10 @@ class FaultPolicy:
             _log.error("slots cannot be read any more: %s", error)
             return False
 
-    def dump_alone(self, step: int, cause: str) -> FaultReport:
-        """This rank's local part, without any collective; the log line first."""
+    def dump_alone(self, step: int, cause: str) -> FaultReport | None:
+        """This rank's local part, without any collective; the log line first. None where another thread is at it."""
+        if not self._busy.acquire(blocking=False):
+            return None
         parts = self.parts
         parts.peers.lost = True
         view = look(parts)
@@ -246,12 +248,9 @@ class FaultPolicy:
 
     def dump_with_fallen_peer(self, step: int, text: str) -> bool:
         """This rank's local part after a peer's call; False where the main thread is in the fault path itself."""
-        if not self._busy.acquire(blocking=False):
-            return False
         _log.error("a peer has fallen, this rank writes its part and ends: %s", text)
         with torch.no_grad():
-            self.dump_alone(step, f"ended with a peer: {text}")
-        return True
+            return self.dump_alone(step, f"ended with a peer: {text}") is not None
 
 
 def _as_given(path: str | None, dump_dir: str) -> str | None:

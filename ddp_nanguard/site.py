@@ -83,6 +83,7 @@ class Site:
         evidence: counts from a rescan, where the tensor was still at hand.
         taken_in: worst kind among what it was made from (inputs of the call, gradient of the layer's output, the
             model's output for a loss), None where that was finite, ``unchecked`` where nobody looked.
+        suspects: layers any of which may have done it, where that was not seen; empty where it was.
         order: execution order within phase and micro-batch; only for sorting.
     """
 
@@ -97,6 +98,7 @@ class Site:
     between: Between | None = None
     evidence: Evidence | None = None
     taken_in: str | None = None
+    suspects: tuple[str, ...] = ()
     order: int = field(default=0, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -113,12 +115,13 @@ class Site:
             "between": dataclasses.asdict(self.between) if self.between else None,
             "evidence": json_safe(dataclasses.asdict(self.evidence)) if self.evidence else None,
             "taken_in": self.taken_in,
+            "suspects": list(self.suspects),
         }
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Site:
         """The inverse of `to_dict`."""
-        fields = {k: v for k, v in data.items() if k not in {"phase", "between", "evidence"}}
+        fields = {k: v for k, v in data.items() if k not in {"phase", "between", "evidence", "suspects"}}
         between, evidence = data.get("between"), data.get("evidence")
         if evidence:
             evidence = {**evidence, "shape": tuple(evidence["shape"])}
@@ -128,6 +131,7 @@ class Site:
             phase=Phase(data["phase"]),
             between=Between(**between) if between else None,
             evidence=Evidence(**evidence) if evidence else None,
+            suspects=tuple(data.get("suspects", ())),
         )
 
     def same_place(self, other: Site) -> bool:
@@ -151,6 +155,7 @@ class FaultReport:
         cause: one sentence.
         state: names of damaged parameters, buffers and optimizer state; empty when nothing is.
         unchecked: what was not looked at, in words.
+        is_own_view: peers did not answer: all of this is what one rank saw.
         notes: further remarks, such as "replicas disagree".
         dump_path: the dump's directory, or None.
     """
@@ -166,6 +171,7 @@ class FaultReport:
     cause: str = ""
     state: tuple[str, ...] = ()
     unchecked: tuple[str, ...] = ()
+    is_own_view: bool = False
     notes: tuple[str, ...] = ()
     dump_path: str | None = None
 
@@ -185,6 +191,7 @@ class FaultReport:
             "cause": self.cause,
             "state": list(self.state),
             "unchecked": list(self.unchecked),
+            "is_own_view": self.is_own_view,
             "notes": list(self.notes),
             "dump_path": self.dump_path,
         }
@@ -204,6 +211,7 @@ class FaultReport:
             cause=data["cause"],
             state=tuple(data["state"]),
             unchecked=tuple(data["unchecked"]),
+            is_own_view=data.get("is_own_view", False),
             notes=tuple(data["notes"]),
             dump_path=data["dump_path"],
         )

@@ -104,21 +104,21 @@ class Peers:
             limit = timedelta(seconds=self.timeout_s if timeout_s is None else timeout_s)
             dist.distributed_c10d._set_pg_timeout(limit, self.fault_group)
 
-    def verdict(self, severity: Tensor, is_active: bool) -> tuple[Severity, bool]:
-        """The largest severity over all ranks, and whether any of them has run something since the last verdict.
+    def verdict(self, severity: Tensor, ran_backward: bool) -> tuple[Severity, bool]:
+        """The largest severity over all ranks, and whether any of them has run a backward since the last verdict.
 
         Args:
             severity: int64, shape (), on any device.
-            is_active: whether this rank has run something.
+            ran_backward: whether this rank has.
 
         Collective: one MAX all-reduce of 16 bytes over ``group``; every rank must call it. Host sync: one read.
         """
         if not self.connected:
-            return Severity(int(severity)), is_active
-        words = torch.stack((severity, torch.full_like(severity, is_active))).to(self.device)
+            return Severity(int(severity)), ran_backward
+        words = torch.stack((severity, torch.full_like(severity, ran_backward))).to(self.device)
         dist.all_reduce(words, op=dist.ReduceOp.MAX, group=self.group)
-        worst, active = words.tolist()
-        return Severity(worst), bool(active)
+        worst, any_backward = words.tolist()
+        return Severity(worst), bool(any_backward)
 
     def alone(self) -> Peers:
         """The same rank without any peer, for the view of a rank whose peers do not answer."""

@@ -61,23 +61,30 @@ def _environment() -> dict[str, str]:
 
 def _descendants(root: int) -> dict[int, str]:
     """Live processes below ``root`` with their commands; multiprocessing's own two servers are left out."""
-    parents = dict(_parent_of_every_process())
     found = {}
-    for pid in parents:
-        ancestor = pid
-        while ancestor in parents and ancestor != root:
-            ancestor = parents[ancestor]
-        if ancestor == root and pid != root and not (parents[pid] == root and _is_server(pid)):
+    waiting = [child for child in _children(root) if not _is_server(child)]
+    waiting += [grandchild for child in _children(root) if _is_server(child) for grandchild in _children(child)]
+    while waiting:
+        pid = waiting.pop()
+        if not _is_zombie(pid):
             found[pid] = _command(pid)
+            waiting += _children(pid)
     return found
 
 
-def _parent_of_every_process() -> Iterator[tuple[int, int]]:
-    for path in Path("/proc").glob("[0-9]*/stat"):
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
-            state, parent = path.read_text().rsplit(")", 1)[1].split()[:2]
-            if state != "Z":
-                yield int(path.parent.name), int(parent)
+            found += [int(child) for child in path.read_text().split()]
+    return found
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:
+        return True
 
 
 def _is_server(pid: int) -> bool:

@@ -29,6 +29,7 @@ class BackwardProbe:
         self._probes_activations = probes_activations
         self.on_end: Callable[[], None] = _nothing
         self.ran = False
+        self.ran_since_verdict = False
         self._task: int | None = None
 
     def watch(self, tensor: Tensor, sighting: Sighting) -> None:
@@ -38,7 +39,7 @@ class BackwardProbe:
 
     def enter(self) -> None:
         """To be called by every hook that runs in backward; the first one arranges for the end."""
-        self.ran = True
+        self.ran = self.ran_since_verdict = True
         if self._task is None:
             self._task = torch._C._current_graph_task_id()
             Variable._execution_engine.queue_callback(self._first_callback)

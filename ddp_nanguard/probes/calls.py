@@ -23,17 +23,19 @@ class Call:
         layer: clean name of the module.
         number: from 1 in the micro-batch; None for a recomputed call that cannot be matched to the original one.
         parent: the call it ran in, None for the root.
+        had_graph: whether autograd recorded it; not so under ``no_grad`` and in reentrant checkpointing.
         inputs, outputs: sightings of its tensors.
         children: calls made in it, in order.
     """
 
-    __slots__ = ("children", "inputs", "layer", "micro_batch", "number", "outputs", "parent")
+    __slots__ = ("children", "had_graph", "inputs", "layer", "micro_batch", "number", "outputs", "parent")
 
     def __init__(self, layer: str, number: int | None, micro_batch: int, parent: Call | None) -> None:
         self.layer = layer
         self.number = number
         self.micro_batch = micro_batch
         self.parent = parent
+        self.had_graph = False
         self.inputs: list[Sighting] = []
         self.outputs: list[Sighting] = []
         self.children: list[Call] = []
@@ -59,11 +61,12 @@ class Sighting:
         consumers: calls that took it as an input.
     """
 
-    __slots__ = ("call", "consumers", "order", "ref", "slot", "version")
+    __slots__ = ("call", "consumers", "order", "ref", "shape", "slot", "version")
 
     def __init__(self, tensor: Tensor, call: Call, slot: str) -> None:
         self.ref = weakref.ref(tensor)
         self.version = version_of(tensor)
+        self.shape = tensor.shape
         self.call = call
         self.slot = slot
         self.order: int | None = None

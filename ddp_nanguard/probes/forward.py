@@ -19,14 +19,14 @@ from ddp_nanguard.scan import tensors_in
 
 from .backward import BackwardProbe
 from .calls import Call, Sighting, in_backward
+from .recomputation import Recomputation
 
 
 class ForwardProbe:
     """Watches the modules of one model.
 
     Hooks are on the modules only while armed: some layers choose another kernel as soon as they carry hooks, and
-    forwards without grad
-    mode are to be left alone.
+    forwards without grad mode are to be left alone.
     """
 
     def __init__(
@@ -38,7 +38,8 @@ class ForwardProbe:
         self.on_root: Callable[[], None] = _nothing
         self.calls: list[Call] = []
         self.unchecked: set[str] = set()
-        self._root_calls: list[Call] = []
+        self.skipped = [name for name, module in modules if type(module).__name__ in skip_types]
+        self._recomputation = Recomputation(backward)
         self._handles: list[RemovableHandle] = []
         self._stack: list[Call] = []
         self._counts: dict[str, int] = {}
@@ -71,6 +72,7 @@ class ForwardProbe:
         self._counts = {}
         self._seen = {}
         self._stack = []
+        self._recomputation.reset()
 
     def begin_root(self) -> None:
         """A forward that raised may have left calls on the stack."""
@@ -79,7 +81,6 @@ class ForwardProbe:
     def forget_window(self) -> None:
         """Drop the record of the window."""
         self.calls = []
-        self._root_calls = []
         self.begin_micro_batch(0)
 
     def silent_modules(self) -> list[str]:
@@ -92,6 +93,7 @@ class ForwardProbe:
     def before(self, layer: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A module is about to run."""
         if in_backward():
+            self._recomputation.before(layer, self.calls, _tensors((args, kwargs)))
             return
         if not self._stack and not torch.is_grad_enabled():
             return
@@ -108,7 +110,7 @@ class ForwardProbe:
     def after(self, layer: str, output: Any) -> None:
         """A module has run."""
         if in_backward():
-            self._after_recomputation(layer, output)
+            self._recomputation.after(layer, _tensors(output))
             return
         call = self._pop(layer)
         if call is None:
@@ -117,6 +119,7 @@ class ForwardProbe:
         for tensor in tensors_in(output):
             if _can_be_bad(tensor):
                 self._give(call, tensor, region)
+        self._look_at_changed_inputs(call)
 
     def _pop(self, layer: str) -> Call | None:
         while self._stack:
@@ -137,10 +140,15 @@ class ForwardProbe:
         if seen is None or not seen.is_still(tensor):
             seen = self._sight(call, tensor, "output", region)
         elif region is Region.OUTPUT:
-            self.board.reduce(
-                region, tensor, seen
-            )  # a root that returns a child's output: the verdict reads root outputs apart
+            self.board.reduce(region, tensor, seen)  # a child's output: the verdict reads those of the root apart
         call.outputs.append(seen)
+
+    def _look_at_changed_inputs(self, call: Call) -> None:
+        """A module may change its input in place and give back something else."""
+        for taken in call.inputs:
+            tensor = taken.ref()
+            if tensor is not None and self._seen.get(id(tensor)) is taken and not taken.is_still(tensor):
+                self._give(call, tensor, Region.EVIDENCE)
 
     def _sight(self, call: Call, tensor: Tensor, slot: str, region: Region) -> Sighting:
         sighting = self._seen[id(tensor)] = Sighting(tensor, call, slot)
@@ -148,24 +156,13 @@ class ForwardProbe:
         if sighting.order is None:
             self.unchecked.add(f"{slot} of {call.layer or '(root)'}: {tensor.dtype} {type(tensor).__name__}")
         if tensor.grad_fn is not None:
+            call.had_graph = call.had_graph or slot == "output"
             self.backward.watch(tensor, sighting)
         return sighting
 
-    def _after_recomputation(self, layer: str, output: Any) -> None:
-        """Reentrant checkpointing builds the graph only now; its outputs need their tensor hooks."""
-        originals = [call for call in self.calls if call.layer == layer and call.micro_batch == self._micro_batch]
-        if not originals or not torch.is_grad_enabled():
-            return
-        call = originals[0] if len(originals) == 1 else _unnumbered(originals[0])
-        for tensor in tensors_in(output):
-            if _can_be_bad(tensor) and tensor.grad_fn is not None:
-                self.backward.watch(tensor, Sighting(tensor, call, "output"))
 
-
-def _unnumbered(original: Call) -> Call:
-    call = Call(original.layer, None, original.micro_batch, None)
-    call.parent = original.parent
-    return call
+def _tensors(value: Any) -> list[Tensor]:
+    return [tensor for tensor in tensors_in(value) if _can_be_bad(tensor)]
 
 
 def _can_be_bad(tensor: Tensor) -> bool:

@@ -58,19 +58,11 @@ def rerun(rebuilt: Rebuilt, micro_batches: list[MicroBatch], alone: bool) -> Rer
         **options,
     )
     guard._policy.is_quiet = True
-    guard._parts.known_habitual = frozenset(rebuilt.dump.evidence(rebuilt.rank)["habitual"])
-    with contextlib.closing(_Closing(guard)):
+    guard._parts.known_habits = frozenset(tuple(h) for h in rebuilt.dump.evidence(rebuilt.rank)["habits"])
+    try:
         return _run(guard, rebuilt, micro_batches, alone)
-
-
-class _Closing:
-    """Leaves the guard without judging any more."""
-
-    def __init__(self, guard: NanGuard) -> None:
-        self._guard = guard
-
-    def close(self) -> None:
-        self._guard._detach()
+    finally:
+        guard._detach()
 
 
 def _run(guard: NanGuard, rebuilt: Rebuilt, micro_batches: list[MicroBatch], alone: bool) -> Rerun:

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,11 +101,19 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=20)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="exits-") as out:
-        num_clean = sum(is_clean(clean_exit(Path(out))) for _ in range(options.count))
-        num_faulty = sum(is_faulty(faulty_exit(Path(out))) for _ in range(options.count))
+        num_clean = sum(_shown(clean_exit(Path(out)), is_clean) for _ in range(options.count))
+        num_faulty = sum(_shown(faulty_exit(Path(out)), is_faulty) for _ in range(options.count))
     print(f"clean exits with code 0: {num_clean} of {options.count}")
     print(f"faulty exits with code {FAULT_CODE} and the same text on all ranks: {num_faulty} of {options.count}")
     return int((num_clean, num_faulty) != (options.count, options.count))
+
+
+def _shown(launch: Launch, is_right: Callable[[Launch], bool]) -> bool:
+    """Whether a launch ended as it must; one that did not is printed."""
+    if is_right(launch):
+        return True
+    print(f"torchrun {launch.code}, workers {launch.worker_codes}", *launch.texts, launch.summary, sep="\n----\n")
+    return False
 
 
 if __name__ == "__main__":

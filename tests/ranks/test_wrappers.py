@@ -35,8 +35,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_nanguard.hooks import ignore
-from ddp_nanguard.wrappers import Hook, wrap_like, wrapper_of
+from ddp_nanguard.hooks import Hook, ignore
+from ddp_nanguard.wrappers import wrap_like, wrapper_of
 from tests.rank_processes import run_ranks
 
 BF16 = torch.bfloat16
