@@ -36,6 +36,10 @@ class Region(enum.IntEnum):
     """Parameters and optimizer state."""
     BUFFER = 5
     """Buffers, where -inf is allowed."""
+    WIDE = 9
+    """Gradients in float64, whose norm does not overflow; only `Board.extremes` tells them apart."""
+    LEFT_OUT = 8
+    """Gradients of parameters that no optimizer holds: no scaler looks at them."""
     NORM = 7
     """The gradient norm; only its size counts."""
     REMARK = 6
@@ -151,9 +155,9 @@ class Board:
         """
         found: list[Region] = []
         rows: list[Tensor] = []
-        for (region, _, _), page in self._pages.items():
+        for (region, _, dtype), page in self._pages.items():
             if region in regions and page.notes:
-                found.append(region)
+                found.append(Region.WIDE if region is Region.GRADIENT and dtype is torch.float64 else region)
                 rows.append(_row(page.values[: len(page.notes)], region).to(device, torch.float64))
         return found, rows
 

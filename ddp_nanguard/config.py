@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import types
 import typing
@@ -86,10 +87,10 @@ class GuardConfig:
                 raise ValueError(f"unknown option {name!r}; valid options: {', '.join(sorted(known))}")
         merged = dict(options)
         for key, text in environ.items():
-            if not key.startswith(ENV_PREFIX) or key in RESERVED_ENVIRONMENT:
+            if not key.upper().startswith(ENV_PREFIX) or key in RESERVED_ENVIRONMENT:
                 continue
             name = key.removeprefix(ENV_PREFIX).lower()
-            if name not in known:
+            if name not in known or key != key.upper():
                 valid = ", ".join(sorted(ENV_PREFIX + field.upper() for field in known))
                 raise ValueError(f"unknown environment variable {key}={text!r}; valid ones: {valid}")
             merged[name] = _parse(key, text, _annotation(cls, name))
@@ -109,7 +110,8 @@ class GuardConfig:
         for name in ("history", "state_every", "max_consecutive_overflows"):
             _require(name, getattr(self, name), getattr(self, name) >= 1, "a number of at least 1")
         _require("exit_code", self.exit_code, 1 <= self.exit_code <= 255, "a code from 1 to 255")
-        _require("timeout_s", self.timeout_s, self.timeout_s > 0, "a number of seconds above 0")
+        _require("timeout_s", self.timeout_s, 0 < self.timeout_s <= 86400, "a number of seconds above 0, at most 86400")
+        _require("scale_floor", self.scale_floor, 0 <= self.scale_floor < math.inf, "a number of at least 0")
         if self.grad_norm_warn is not None:
             _require("grad_norm_warn", self.grad_norm_warn, self.grad_norm_warn > 0, "a number above 0, or None")
 
@@ -127,6 +129,8 @@ def _annotation(cls: type, name: str) -> Any:
 
 
 def _frozen(value: Any) -> Any:
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
     return tuple(value) if isinstance(value, list) else value
 
 

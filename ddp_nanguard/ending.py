@@ -135,6 +135,15 @@ class Distress:
         except RuntimeError:
             return False
 
+    def hears_within(self, seconds: float) -> bool:
+        """Whether a rank falls within so many seconds."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if self.was_called():
+                return True
+            time.sleep(0.05)
+        return False
+
     def wait_for_all(self) -> None:
         """Wait until all ranks have written their part, at most ``timeout_s``: the first exit ends the others."""
         deadline = time.monotonic() + self._timeout_s

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -31,6 +32,9 @@ from .scan import tensors_in
 from .verdict import Severities, Severity
 
 _log = logging.getLogger(__name__)
+
+PATIENCE_S = 1.0
+"""How long a rank whose own code raised, with fine values, listens for a peer that may have fallen first."""
 
 
 class NanGuard:
@@ -168,7 +172,10 @@ class NanGuard:
         parts = self._parts
         micro_batch = parts.window.begin_micro_batch(batch)
         parts.forward.begin_micro_batch(micro_batch.index)
-        parts.gradient.micro_batch = micro_batch.index
+        is_only = micro_batch.index == 0 or parts.backward.ran
+        parts.gradient.micro_batch = (
+            micro_batch.index if is_only else None
+        )  # one backward for several: which is unknown
         parts.backward.ran = False
 
     def _before_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -187,6 +194,8 @@ class NanGuard:
         parts.backward.reset()
         if self._needs_micro_batch():
             self._open_micro_batch(self._batch if self._has_batch else {"args": args, "kwargs": kwargs})
+        if parts.is_compiled:  # the root's own hook does not fire inside a compiled region
+            parts.window.keep_buffers(parts.named_buffers())
         if self._first_window:
             self._first_window = False
             parts.see_initial_state()
@@ -218,7 +227,7 @@ class NanGuard:
         """5. A backward pass has ended, the wrapper's communication included."""
         parts = self._parts
         if parts.wrapper.will_reduce():
-            parts.reduced_in.add(parts.gradient.micro_batch)
+            parts.reduced_in.add(parts.window.micro_batches[-1].index if parts.window.micro_batches else 0)
             if "reduce" in self._config.watch:
                 parts.gradient.see_reduced()
         else:
@@ -246,6 +255,10 @@ class NanGuard:
 
         One that is asked for before any rank's backward (`check`) is no step of its own: the window stays open.
         """
+        with torch.inference_mode(False), torch.no_grad():  # slots must not become inference tensors
+            return self._judge_outside_inference(is_step)
+
+    def _judge_outside_inference(self, is_step: bool) -> bool:
         parts = self._parts
         parts.see_before_verdict(self._step)
         severity = self._severities.severity(self._known_to_host())
@@ -257,7 +270,8 @@ class NanGuard:
         try:
             self._go_on = self._policy.go_on(severity_of_all, self._step)
         except NonFiniteError as error:
-            self._error = error.with_traceback(None)
+            # a copy: the raised one's traceback leads to the frames that hold the model
+            self._error = NonFiniteError(str(error), error.report, error.exit_code, error.meet)
             raise
         finally:
             self._close_window()
@@ -273,6 +287,8 @@ class NanGuard:
     def _close_window(self) -> None:
         parts = self._parts
         parts.window.clear()
+        if parts.scaler is not None:
+            parts.scaler.new_window()
         parts.forward.forget_window()
         parts.gradient.forget_window()
         parts.reduced_in = set()
@@ -296,6 +312,7 @@ class NanGuard:
         self._policy = FaultPolicy(parts)
         parts.backward.on_end = self._after_backward
         parts.forward.on_root = self._before_root
+        parts.forward.on_idle = parts.disarm
         self._handles.append(parts.wrapper.model.register_forward_pre_hook(_Entry(self), with_kwargs=True))
         parts.arm()  # after the entry hook, which on a plain module has to run before the root's own
         for optimizer in parts.optimizers:
@@ -329,7 +346,7 @@ class NanGuard:
             del self._policy, self._severities, self._distress
         self._parts.close()
         self._model = weakref.ref(self._model())
-        del self._parts, self._batch
+        del self._parts, self._batch, self._error
 
     # -- a rank that falls alone --------------------------------------------------------------------------------------
 
@@ -342,7 +359,9 @@ class NanGuard:
             return None
         called = self._distress is not None and self._distress.was_called()
         if not called and not self._policy.saw_something():
-            return None
+            called = self._distress is not None and self._distress.hears_within(PATIENCE_S)
+            if not called:
+                return None
         report = self._policy.dump_alone(self._step, f"this rank raised {type(error).__name__} on its own")
         if report is None:  # the other thread is at it, and ends the process when it has done
             time.sleep(self._config.timeout_s)
@@ -474,8 +493,8 @@ def _named_losses(losses: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
     for name, value in losses.items():
         if isinstance(value, dict):
             yield from _named_losses({f"{name}.{key}": item for key, item in value.items()})
-        elif isinstance(value, (int, float)):
-            yield name, torch.tensor(float(value), dtype=torch.float64)
+        elif isinstance(value, (int, float, np.number)):
+            yield name, torch.tensor(float(value), dtype=torch.float64, device="cpu")
         elif value is not None:
             for index, tensor in enumerate(tensors_in(value)):
                 yield (name if index == 0 else f"{name}[{index}]"), tensor

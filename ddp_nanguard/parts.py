@@ -28,7 +28,7 @@ from .probes.state import StateProbe
 from .scaler import BeforeStep, WatchedScaler, require_fitting_scaler
 from .verdict import Peers
 from .window import Previous, Window
-from .wrappers import GradientWatch, Wrapper, wrapper_of
+from .wrappers import GradientWatch, Wrapper, is_compiled, wrapper_of
 
 _log = logging.getLogger(__name__)
 _guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -60,6 +60,7 @@ class Parts:
     known_habits: frozenset[Habit] = frozenset()
     let_through: int | None = None
     reduced_in: set[int] = field(default_factory=set)
+    is_compiled: bool = False
     armed: bool = False
     saw_initial_buffers: bool = False
 
@@ -208,9 +209,12 @@ def build_parts(
     given: _Given | None = None
     problem: str | None = None
     try:
-        given = _checked(model, optimizer, scaler, replay, options)
+        given = _checked(model, optimizer, scaler, replay, group, options)
     except ValueError as error:
         problem = str(error)
+    except Exception as error:  # on one rank alone it would leave the others waiting
+        problem = f"the guard cannot be built: {type(error).__name__}: {error}"
+    group = group if isinstance(group, dist.ProcessGroup) else None
     device = _device_of(given.wrapper) if given is not None else torch.device("cpu")
     peers = Peers(group, given.config.timeout_s if given is not None else 60.0, device)
     peers.require_no_problem(problem)
@@ -229,17 +233,52 @@ def _checked(
     optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
     scaler: object,
     replay: str | None,
+    group: dist.ProcessGroup | None,
     options: dict[str, Any],
 ) -> _Given:
     config = GuardConfig.from_code_and_environment(options)
     wrapper = wrapper_of(model)
+    _require_materialised(model)
+    _require_fitting_group(group, wrapper)
     if wrapper.root in _guarded:
         raise ValueError(f"model {type(model).__name__} has a guard already; close() that one, or use it")
-    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    optimizers = _as_list(optimizer)
     for each in optimizers:
         _require_fitting_optimizer(each, wrapper)
     fitting = require_fitting_scaler(scaler, wrapper.kind) if config.enabled else None
     return _Given(config, wrapper, optimizers, fitting, _recipe_directory(replay))
+
+
+def _require_materialised(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise ValueError(f"model has a lazy parameter {name!r} without a shape; run one forward before the guard")
+
+
+def _require_fitting_group(group: object, wrapper: Wrapper) -> None:
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"option group={group!r} is a {type(group).__name__}; give a torch.distributed process group")
+    own = wrapper.group_ranks()
+    if own is None or not dist.is_initialized():
+        return
+    given = dist.get_process_group_ranks(group or dist.group.WORLD)
+    if sorted(own) != sorted(given):
+        raise ValueError(
+            f"option group: the model communicates over ranks {own}, the guard over {given}; "
+            "give the model's own process group as group="
+        )
+
+
+def _as_list(optimizer: object) -> list[torch.optim.Optimizer]:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return [optimizer]
+    if not isinstance(optimizer, Iterable):
+        raise ValueError(f"optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer, or several of them")
+    optimizers = list(optimizer)
+    if not optimizers or len({id(each) for each in optimizers}) < len(optimizers):
+        found = "empty" if not optimizers else "one optimizer twice"
+        raise ValueError(f"optimizer is {found}; give each optimizer that steps the model once")
+    return optimizers
 
 
 def _require_fitting_optimizer(optimizer: object, wrapper: Wrapper) -> None:
@@ -264,6 +303,8 @@ def _recipe_directory(replay: str | None) -> str | None:
     """Where the recipe's module lies; the module is not imported."""
     if replay is None:
         return None
+    if not isinstance(replay, str):
+        raise ValueError(f'option replay={replay!r} is a {type(replay).__name__}; give "module:function"')
     module, colon, function = replay.rpartition(":")
     if not colon or not module or not function.isidentifier():
         raise ValueError(
@@ -306,7 +347,9 @@ def _composed(
     def ignored(name: str) -> bool:
         return is_ignored(name, config.ignore)
 
-    gradient = GradientProbe(parameters, board, backward, wrapper.local, ignored)
+    held = {id(p) for optimizer in given.optimizers for group in optimizer.param_groups for p in group["params"]}
+    left_out = {piece.name for name, p in parameters if id(p) not in held for piece in wrapper.pieces("", name, p, p)}
+    gradient = GradientProbe(parameters, board, backward, wrapper.local, ignored, frozenset(left_out))
     _warn_of_small_eps(given.optimizers)
     watches_gradients = config.enabled and bool({"backward", "reduce"} & set(config.watch))
     return Parts(
@@ -327,6 +370,7 @@ def _composed(
         recipe_directory=given.recipe_directory,
         device=device,
         module_names=frozenset(name for name, _ in modules),
+        is_compiled=any(_is_compiled(module) for module in wrapper.model.modules()),
         named_buffers=named_buffers,
     )
 
@@ -345,6 +389,10 @@ def _warn_of_small_eps(optimizers: list[torch.optim.Optimizer]) -> None:
                     eps,
                     half[0].dtype,
                 )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return is_compiled(module) or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _unarmed(wrapper: Wrapper, gradient: GradientProbe) -> GradientWatch:

@@ -136,13 +136,23 @@ class FaultPolicy:
         """Gradients that were bad in backward and are finite now are no fault: somebody has dealt with them."""
         other = bool(view.damage.names() or view.hyper_parameters)
         other, seen, now, loss = self._any_of(other, view.gradients_bad_seen, view.gradients_bad_now, view.loss_bad)
-        if severity is not Severity.FAULT or other or now or not seen or self.parts.scaler is not None:
+        unasked = any(getattr(optimizer, "found_inf", None) is not None for optimizer in self.parts.optimizers)
+        (unasked,) = self._any_of(
+            unasked
+        )  # a scaler that nobody told us of has set it, and the device skips the update
+        if (
+            severity is not Severity.FAULT
+            or other
+            or not seen
+            or self.parts.scaler is not None
+            or (now and not unasked)
+        ):
             return severity
         if not self._told_of_scaler:
             self._told_of_scaler = True
             _log.warning(
-                "gradients were non-finite in backward and are finite now, so the step goes on; "
-                "if a GradScaler or your loop deals with them, pass scaler= (this is said once)"
+                "gradients were non-finite in backward and somebody has dealt with them, so the step goes on; "
+                "if that is a GradScaler, pass scaler= (this is said once)"
             )
         return Severity.LOSS if loss else Severity.CLEAN
 
@@ -174,6 +184,8 @@ class FaultPolicy:
         report = self._dumped(report, view, present(parts, view))
         for optimizer in parts.optimizers:
             optimizer.zero_grad(set_to_none=True)
+        for _, parameter in parts.wrapper.named_parameters():
+            parameter.grad = None
         parts.board.discard()
         _log.warning("step %d skipped on all ranks (%d of %d)", report.step, self.num_skips, parts.config.max_skips)
         return False
@@ -263,7 +275,8 @@ def _remark_on(reading: Reading, norm_limit: float | None) -> str | None:
         return f"buffer {reading.note.name} was non-finite on this rank only; DDP has overwritten it with rank 0's"
     if reading.region is Region.NORM and norm_limit is not None and reading.maximum > norm_limit:
         return f"the gradient norm exceeds grad_norm_warn={norm_limit:g}"
-    if isinstance(reading.note, GradientNote) and max(-reading.minimum, reading.maximum) > NORM_OVERFLOWS_AT:
+    is_gradient = reading.region is Region.GRADIENT and isinstance(reading.note, GradientNote)
+    if is_gradient and NORM_OVERFLOWS_AT < max(-reading.minimum, reading.maximum) < float("inf"):
         return (
             f"the gradient of {reading.note.name} is so large that its norm overflows float32: clipping would zero all"
         )

@@ -84,6 +84,10 @@ class Peers:
         self.rank = dist.get_rank() if self.connected else 0
         self.world_size = dist.get_world_size(group) if self.connected else 1
         self.ranks = dist.get_process_group_ranks(group or dist.group.WORLD) if self.connected else [0]
+        if self.rank not in self.ranks:
+            raise ValueError(
+                f"option group: rank {self.rank} is not among its ranks {self.ranks}; build the guard there only"
+            )
         self.device = _verdict_device(group, device) if self.connected else device
         self.lost = False
         self.guard_number = 0
@@ -133,7 +137,7 @@ class Peers:
         """Each flag OR-ed over all ranks. Collective: one MAX all-reduce on the fault group."""
         if self.fault_group is None:
             return list(flags)
-        words = torch.tensor(flags, dtype=torch.int64)
+        words = torch.tensor(flags, dtype=torch.int64, device="cpu")
         dist.all_reduce(words, op=dist.ReduceOp.MAX, group=self.fault_group)
         return [bool(word) for word in words.tolist()]
 
@@ -170,7 +174,7 @@ class Peers:
             if smallest == _NO_KEY:
                 break
             owned.append(waiting.pop(0)[1] if head == smallest else None)
-        rows = torch.zeros(len(owned), row_bytes, dtype=torch.uint8)
+        rows = torch.zeros(len(owned), row_bytes, dtype=torch.uint8, device="cpu")
         for row, text in zip(rows, owned, strict=True):
             if text is not None:
                 encoded = text.encode()[:row_bytes]
@@ -180,14 +184,14 @@ class Peers:
         return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
 
     def _min(self, value: int) -> int:
-        word = torch.tensor([value], dtype=torch.int64)
+        word = torch.tensor([value], dtype=torch.int64, device="cpu")
         if self.fault_group is not None:
             dist.all_reduce(word, op=dist.ReduceOp.MIN, group=self.fault_group)
         return int(word)
 
     def _ranks_where(self, *flags: bool) -> list[list[int]]:
-        marks = torch.zeros(len(flags), self.world_size, dtype=torch.uint8)
-        marks[:, self.index] = torch.tensor(flags, dtype=torch.uint8)
+        marks = torch.zeros(len(flags), self.world_size, dtype=torch.uint8, device="cpu")
+        marks[:, self.index] = torch.tensor(flags, dtype=torch.uint8, device="cpu")
         if self.fault_group is not None:
             dist.all_reduce(marks, group=self.fault_group)
         return [[self.ranks[index] for index in row.nonzero().flatten().tolist()] for row in marks]
@@ -228,7 +232,7 @@ class Peers:
         raise ValueError(f"ranks disagree about an option: rank {self.ranks[0]} and rank {self.ranks[culprit]}: {text}")
 
     def _text_of(self, is_mine: bool, text: str) -> str:
-        row = torch.zeros(_OPTION_BYTES, dtype=torch.uint8)
+        row = torch.zeros(_OPTION_BYTES, dtype=torch.uint8, device="cpu")
         if is_mine:
             encoded = text.encode()[:_OPTION_BYTES]
             row[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
@@ -316,8 +320,8 @@ class Severities:
         self._board = board
         self._device = device
         self._has_scaler = has_scaler
-        regions = {Region.LOSS, Region.GRADIENT, Region.STATE, Region.BUFFER, Region.REMARK, Region.NORM}
-        self._regions = frozenset(regions | ({Region.OUTPUT} if has_scaler else set()))
+        unread = {Region.EVIDENCE} if has_scaler else {Region.EVIDENCE, Region.OUTPUT}
+        self._regions = frozenset(Region) - unread
         self._levels: dict[tuple[Region, ...], Tensor] = {}
         self._limits: dict[tuple[Region, ...], Tensor] = {}
 
@@ -346,6 +350,7 @@ class Severities:
             by_region = {
                 Region.LOSS: Severity.FAULT if self._has_scaler else Severity.LOSS,
                 Region.GRADIENT: Severity.OVERFLOW if self._has_scaler else Severity.FAULT,
+                Region.WIDE: Severity.OVERFLOW if self._has_scaler else Severity.FAULT,
                 Region.OUTPUT: Severity.CLEAN,
                 Region.REMARK: Severity.REMARK,
                 Region.NORM: Severity.REMARK,
@@ -366,7 +371,7 @@ class Severities:
     def _bad_forward(self, regions: list[Region], bad: Tensor) -> Tensor:
         """A gradient is bad and so is the root's output: no scale can heal that."""
         outputs = [bad[i] for i, region in enumerate(regions) if region is Region.OUTPUT]
-        gradients = [bad[i] for i, region in enumerate(regions) if region is Region.GRADIENT]
+        gradients = [bad[i] for i, region in enumerate(regions) if region in (Region.GRADIENT, Region.WIDE)]
         if not outputs or not gradients:
             return torch.zeros((), dtype=torch.int64, device=self._device)
         return (torch.stack(outputs).any() & torch.stack(gradients).any()).to(torch.int64)

@@ -15,6 +15,9 @@ from . import rng
 from .rng import RandomState
 from .scan import named_tensors_in, path_text
 
+SMALL_BYTES = 2**20
+"""Integer and boolean buffers up to this size (counters, usage tables) are copied too; larger ones are constants."""
+
 
 @dataclass
 class MicroBatch:
@@ -40,9 +43,8 @@ class MicroBatch:
 class Window:
     """The micro-batches of the step now running, and the buffers from before it.
 
-    Memory: references to the batches (copies with ``copy_batch`` or where ``hold="host"`` moves them off the device)
-    and one copy of the
-    floating buffers and counters.
+    Memory: references to the batches (copies with ``copy_batch`` or where ``hold="host"`` moves them off the device), and
+    one copy of the floating buffers, and of others up to `SMALL_BYTES` each.
     """
 
     def __init__(self, device: torch.device, copy_batch: bool, hold: Literal["device", "host"]) -> None:
@@ -172,7 +174,7 @@ def copy_containers(value: Any, keep: Callable[[Tensor], Tensor]) -> Any:
     if type(value) is dict:
         return {key: copy_containers(item, keep) for key, item in value.items()}
     if isinstance(value, Mapping) and hasattr(value, "copy") and hasattr(value, "__setitem__"):
-        copied: Any = copy.copy(value)
+        copied: Any = value.copy()
         for key, item in value.items():
             copied[key] = copy_containers(item, keep)
         return copied
@@ -205,7 +207,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def _can_change(buffer: Tensor) -> bool:
-    return buffer.is_floating_point() or buffer.is_complex() or buffer.numel() == 1
+    return buffer.is_floating_point() or buffer.is_complex() or buffer.numel() * buffer.element_size() <= SMALL_BYTES
 
 
 def _fits(copies: dict[str, Tensor], sources: dict[str, Tensor]) -> bool:

@@ -36,8 +36,10 @@ class ForwardProbe:
         self.backward = backward
         self.modules = [(name, module) for name, module in modules if type(module).__name__ not in skip_types]
         self.on_root: Callable[[], None] = _nothing
+        self.on_idle: Callable[[], object] = _nothing
         self.calls: list[Call] = []
         self.unchecked: set[str] = set()
+        self.have_forward = {name for name, module in modules if type(module).forward is not nn.Module.forward}
         self.skipped = [name for name, module in modules if type(module).__name__ in skip_types]
         self._recomputation = Recomputation(backward)
         self._handles: list[RemovableHandle] = []
@@ -86,7 +88,7 @@ class ForwardProbe:
     def silent_modules(self) -> list[str]:
         """Watched modules that no hook saw in the window: not run, compiled, or scripted."""
         ran = {call.layer for call in self.calls}
-        return [name for name, _ in self.modules if name not in ran]
+        return [name for name, _ in self.modules if name not in ran and name in self.have_forward]
 
     # -- what the hooks do ---------------------------------------------------------------------------------------------
 
@@ -96,6 +98,7 @@ class ForwardProbe:
             self._recomputation.before(layer, self.calls, _tensors((args, kwargs)))
             return
         if not self._stack and not torch.is_grad_enabled():
+            self.on_idle()
             return
         if layer == "" and not self._stack:
             self.on_root()
@@ -180,12 +183,12 @@ class _BeforeHook(Hook):
         super().__init__(probe)
         self.layer = layer
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         if torch.compiler.is_compiling():
             return
         probe = self.target()
         if probe is not None:
-            probe.before(self.layer, args, kwargs)
+            probe.before(self.layer, args, kwargs or {})
 
 
 class _AfterHook(Hook):

@@ -13,11 +13,12 @@ from ddp_nanguard.board import Board, Region
 from ddp_nanguard.scan import is_plain
 
 from .backward import BackwardProbe
+from .calls import version_of
 
 
 @dataclass(frozen=True, slots=True)
 class GradientNote:
-    """Note of a parameter's gradient; ``micro_batch`` is None after the reduce or where no hook saw it."""
+    """Note of a parameter's gradient; ``micro_batch`` is None after the reduce and where it is not known."""
 
     name: str
     micro_batch: int | None
@@ -28,8 +29,6 @@ class GradientNote:
 class NormNote:
     """Note of the gradient norm after a backward pass."""
 
-    micro_batch: int
-
 
 class GradientProbe:
     """Watches the gradients of all parameters.
@@ -37,6 +36,8 @@ class GradientProbe:
     Args:
         parameters: clean name and parameter, as the optimizer holds them.
         local: gives the local tensor of a sharded one, without communication.
+        is_ignored: whether a name gets no probe.
+        left_out: parameters that no optimizer holds: no scaler looks at their gradients.
     """
 
     def __init__(
@@ -46,20 +47,22 @@ class GradientProbe:
         backward: BackwardProbe,
         local: Callable[[Tensor], Tensor],
         is_ignored: Callable[[str], bool],
+        left_out: frozenset[str] = frozenset(),
     ) -> None:
+        self._left_out = left_out
         self.board = board
         self.backward = backward
-        self.micro_batch = 0
+        self.micro_batch: int | None = 0
         self._parameters = [(name, parameter) for name, parameter in parameters if not is_ignored(name)]
         self._local = local
         self._is_ignored = is_ignored
-        self._covered: dict[int, weakref.ref[Tensor]] = {}
+        self._covered: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 
     def see_local(self, name: str, gradient: Tensor) -> None:
         """Backward gave a rank-local gradient. Called in every micro-batch, before any communication."""
         self.backward.enter()
         if not self._is_ignored(name):
-            self.board.reduce(Region.GRADIENT, gradient, GradientNote(name, self.micro_batch, reduced=False))
+            self.board.reduce(self._region(name), gradient, GradientNote(name, self.micro_batch, reduced=False))
 
     def see_reduced(self) -> None:
         """The gradients have been communicated: look at what the optimizer will use."""
@@ -71,18 +74,18 @@ class GradientProbe:
         """Gradients were not communicated: the local ones are what the optimizer will use."""
         for _, parameter in self._parameters:
             if parameter.grad is not None:
-                self._covered[id(parameter.grad)] = weakref.ref(parameter.grad)
+                self._cover(parameter.grad)
 
     def see_norm(self) -> None:
         """L2 norm of this rank's gradients, or of its shards of them, as it is before anything clips. No host read."""
         gradients = [self._local(parameter.grad) for _, parameter in self._parameters if parameter.grad is not None]
-        dense = [gradient.float() for gradient in gradients if is_plain(gradient)]
+        dense = [g if g.dtype is torch.float64 else g.float() for g in gradients if is_plain(g)]
         if dense:
             norms = torch._foreach_norm(dense, 2.0)
-            self.board.reduce(Region.NORM, torch.linalg.vector_norm(torch.stack(norms)), NormNote(self.micro_batch))
+            self.board.reduce(Region.NORM, torch.linalg.vector_norm(torch.stack(norms)), NormNote())
 
     def see_uncovered(self) -> None:
-        """Look at gradients that no hook has seen, such as those assigned by hand."""
+        """Look at gradients that no hook has seen as they are: assigned by hand, or changed in place (clipped)."""
         for name, parameter in self._parameters:
             gradient = parameter.grad
             if gradient is not None and not self._is_covered(gradient):
@@ -93,12 +96,19 @@ class GradientProbe:
         self._covered = {}
 
     def _see(self, note: GradientNote, gradient: Tensor) -> None:
-        self.board.reduce(Region.GRADIENT, self._local(gradient), note)
-        self._covered[id(gradient)] = weakref.ref(gradient)
+        self.board.reduce(self._region(note.name), self._local(gradient), note)
+        self._cover(gradient)
+
+    def _region(self, name: str) -> Region:
+        return Region.LEFT_OUT if name in self._left_out else Region.GRADIENT
+
+    def _cover(self, gradient: Tensor) -> None:
+        self._covered[id(gradient)] = (weakref.ref(gradient), version_of(gradient))
 
     def _is_covered(self, gradient: Tensor) -> bool:
-        reference = self._covered.get(id(gradient))
-        return reference is not None and reference() is gradient
+        """Seen by a hook, and not changed in place since."""
+        reference, version = self._covered.get(id(gradient), (None, -1))
+        return reference is not None and reference() is gradient and version == version_of(gradient)
 
 
 def names_of(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[int, str]:

@@ -219,6 +219,10 @@ class Wrapper(ABC):
     def will_reduce(self) -> bool:
         """Whether the backward now running communicates gradients."""
 
+    def group_ranks(self) -> list[int] | None:
+        """Global ranks that the wrapper communicates over; None where that is the user's own business."""
+        return None
+
     def is_joining(self) -> bool:
         """Whether the wrapper shadows the communication of ranks that have run out of data (DDP's ``join``)."""
         return False

@@ -46,6 +46,10 @@ class DDPWrapper(Wrapper):
         """
         return bool(self._ddp.require_forward_param_sync) and self._ddp.process_group.size() > 1
 
+    def group_ranks(self) -> list[int]:
+        """Global ranks of DDP's process group."""
+        return dist.get_process_group_ranks(self._ddp.process_group)
+
     def is_joining(self) -> bool:
         """Whether ``with model.join():`` is active."""
         return bool(self._ddp._join_config.enable)

@@ -298,6 +298,23 @@ def test_a_module_that_also_returns_its_input_is_not_blamed_for_what_follows() -
     assert report.origin.layer != "pair"
 
 
+def test_a_child_that_raises_leaves_the_stack() -> None:
+    class Raising(nn.Module):
+        def forward(self, values: Tensor) -> Tensor:
+            raise ValueError
+
+    def body(model: Any, values: Tensor) -> Tensor:
+        with contextlib.suppress(ValueError):
+            model.raising(values)
+        return spoil(values, model.on)
+
+    model = Model(body, raising=Raising())
+    model.on = False  # type: ignore[assignment]
+    report = report_of(model, batches(), plant=switch(model))
+    assert report is not None and report.origin is not None and report.origin.between is not None
+    assert report.origin.between.layer == ""
+
+
 @pytest.mark.parametrize("guilty", ["q", "k"])
 def test_of_two_modules_on_one_tensor_none_is_cleared(guilty: str) -> None:
     """Which of them it was cannot be seen; that no layer made it is untrue."""
