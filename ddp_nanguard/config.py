@@ -110,7 +110,7 @@ class GuardConfig:
         for name in ("history", "state_every", "max_consecutive_overflows"):
             _require(name, getattr(self, name), getattr(self, name) >= 1, "a number of at least 1")
         _require("exit_code", self.exit_code, 1 <= self.exit_code <= 255, "a code from 1 to 255")
-        _require("timeout_s", self.timeout_s, 0 < self.timeout_s <= 86400, "a number of seconds above 0, at most 86400")
+        _require("timeout_s", self.timeout_s, 0 < self.timeout_s <= 1e7, "a number of seconds above 0, at most 1e7")
         _require("scale_floor", self.scale_floor, 0 <= self.scale_floor < math.inf, "a number of at least 0")
         if self.grad_norm_warn is not None:
             _require("grad_norm_warn", self.grad_norm_warn, self.grad_norm_warn > 0, "a number above 0, or None")

@@ -74,7 +74,7 @@ def report_of(parts: Parts, view: LocalView, step: int, cause: str) -> FaultRepo
         shared = parts.peers.alone().share(local, step)
     if parts.peers.lost:
         notes.append(f"peers were not asked or did not answer: this is rank {parts.peers.rank}'s own view")
-    sites = tuple(_own_view(site) for site in shared.sites) if parts.peers.lost else shared.sites
+    sites = _own_view(shared.sites) if parts.peers.lost else _without_victims(shared.sites)
     origin = sites[0] if sites else None
     is_reduce = origin is not None and origin.phase is Phase.REDUCE
     return FaultReport(
@@ -94,23 +94,33 @@ def report_of(parts: Parts, view: LocalView, step: int, cause: str) -> FaultRepo
     )
 
 
-def _own_view(site: Site) -> Site:
+def _own_view(sites: tuple[Site, ...]) -> tuple[Site, ...]:
     """Without peers nothing is known of their gradients."""
-    return replace(site, taken_in="unchecked") if site.phase is Phase.REDUCE else site
+    return tuple(replace(site, taken_in="unchecked") if site.phase is Phase.REDUCE else site for site in sites)
+
+
+def _without_victims(sites: tuple[Site, ...]) -> tuple[Site, ...]:
+    """A gradient that some rank had bad before the reduce was not born in it."""
+    born_earlier = any(site.phase in (Phase.INPUT, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD) for site in sites)
+    return tuple(site for site in sites if site.phase is not Phase.REDUCE) if born_earlier else sites
 
 
 def unchecked(parts: Parts) -> list[str]:
     """What this rank did not look at, in words."""
     found = sorted(parts.forward.unchecked)
     if parts.forward.skipped:
-        found.append(f"{len(parts.forward.skipped)} modules of skip_types: {_shown(parts.forward.skipped)}")
+        found.append(f"{_modules(parts.forward.skipped)} of skip_types: {_shown(parts.forward.skipped)}")
     if parts.window.micro_batches:
         silent = parts.forward.silent_modules()
         if silent:
-            found.append(f"{len(silent)} modules whose hooks did not fire (not run, or compiled): {_shown(silent)}")
+            found.append(f"{_modules(silent)} whose hooks did not fire (not run, or compiled): {_shown(silent)}")
     watched = set(parts.config.watch)
     found += [f"phase {phase} (not watched)" for phase in Phase if str(phase) not in watched]
     return found
+
+
+def _modules(names: list[str]) -> str:
+    return "1 module" if len(names) == 1 else f"{len(names)} modules"
 
 
 def _shown(names: list[str]) -> str:
@@ -123,6 +133,8 @@ def _cause_of(parts: Parts, origin: Site | None) -> str:
     match origin.phase:
         case Phase.STATE if origin.taken_in is None:
             return "a parameter, buffer or optimizer state was bad before the step"
+        case Phase.STATE:
+            return "written in the course of this step, not by an update"
         case Phase.INPUT:
             return "the loader delivered a non-finite value"
         case Phase.LOSS if origin.taken_in is None:
@@ -134,7 +146,7 @@ def _cause_of(parts: Parts, origin: Site | None) -> str:
         case Phase.OPTIMIZER if parts.let_through == origin.step:
             return f"the update of step {origin.step} used gradients that were known to be bad and were let through"
         case Phase.OPTIMIZER:
-            return "the update itself: its gradients were finite"
+            return "the update, or code of the loop since: gradients and hyper-parameters were finite at the verdict"
         case _:
             return "unknown"
 

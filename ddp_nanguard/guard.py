@@ -495,6 +495,8 @@ def _named_losses(losses: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
             yield from _named_losses({f"{name}.{key}": item for key, item in value.items()})
         elif isinstance(value, (int, float, np.number)):
             yield name, torch.tensor(float(value), dtype=torch.float64, device="cpu")
+        elif isinstance(value, np.ndarray):
+            yield name, torch.as_tensor(value)
         elif value is not None:
             for index, tensor in enumerate(tensors_in(value)):
                 yield (name if index == 0 else f"{name}[{index}]"), tensor

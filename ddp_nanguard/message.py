@@ -32,8 +32,7 @@ def what(site: Site) -> str:
     kind = _KIND_WORDS[site.kind]
     match site.phase:
         case Phase.FORWARD:
-            taken = _KIND_WORDS.get(site.taken_in or "", "finite")
-            return f"{_call_text(site)}: {taken} in, {kind} out" if site.slot == "output" else seen(site)
+            return f"{_call_text(site)}: {_taken_text(site)}{kind} out" if site.slot == "output" else seen(site)
         case Phase.LOSS if site.taken_in is None:
             return f"{site.slot} is {kind}; the model's output was finite"
         case Phase.BACKWARD if site.slot == "grad":
@@ -45,9 +44,15 @@ def what(site: Site) -> str:
         case Phase.REDUCE:
             return f"gradient of {site.slot} is {kind} only after communication; every rank's own gradient was finite"
         case Phase.OPTIMIZER if site.layer is not None:
-            return f"{site.slot} is {kind} only after the update"
+            return f"{site.slot} is {kind} after the update, and was not before it"
         case _:
             return seen(site)
+
+
+def _taken_text(site: Site) -> str:
+    if site.taken_in == "unchecked":
+        return "inputs not looked at, "
+    return f"{_KIND_WORDS[site.taken_in] if site.taken_in else 'finite'} in, "
 
 
 def seen(site: Site) -> str:
@@ -63,7 +68,8 @@ def seen(site: Site) -> str:
         case Phase.FORWARD:
             return f"{site.slot} of {_call_text(site)} is {kind}"
         case Phase.BACKWARD if site.slot == "grad":
-            return f"gradient at {_call_text(site)} is {kind}"
+            place = "in the code of" if site.between is not None or site.suspects else "at"
+            return f"gradient {place} {_call_text(site)} is {kind}"
         case Phase.BACKWARD | Phase.REDUCE:
             return f"gradient of {site.slot} is {kind}"
         case Phase.OPTIMIZER if site.layer is None:
@@ -89,8 +95,9 @@ def _between_text(site: Site) -> str:
     assert site.between is not None
     place, kind = site.between, _KIND_WORDS[site.kind]
     code = f"code of {layer_text(place.layer)}" if place.layer is not None else "code of the training step"
-    after = "its start" if place.after is None else layer_text(place.after)
-    before = "its end" if place.before is None else layer_text(place.before)
+    start, end = ("its end", "its start") if site.phase is Phase.BACKWARD else ("its start", "its end")
+    after = start if place.after is None or place.after == place.layer else layer_text(place.after)
+    before = end if place.before is None or place.before == place.layer else layer_text(place.before)
     ends = f"between {after} and {before}"
     thing = "gradient" if site.phase is Phase.BACKWARD else "value"
     return f"{code}, {ends}: a {kind} {thing} that no watched layer made"
@@ -101,7 +108,7 @@ def error_text(report: FaultReport) -> str:
     origin = report.origin
     lines = [_headline(report)]
     lines.append(f"  evidence: {_evidence_text(origin.evidence) if origin else 'none'}{_affected_text(report)}")
-    if report.cause:
+    if report.cause and report.cause != "unknown":
         lines.append(f"  cause:    {report.cause}")
     lines.append(f"  state:    {_state_text(report)}")
     lines += [f"  note:     {note}" for note in report.notes]

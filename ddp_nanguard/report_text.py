@@ -30,7 +30,7 @@ def report_text(report: FaultReport, manifest: Mapping[str, Any] | None = None, 
     """
     lines = [*_headline(report), ""]
     lines += _row("evidence", _evidence(report.origin))
-    lines += _row("cause", report.cause)
+    lines += _row("cause", report.cause if report.cause != "unknown" else "")
     lines += _row("state", _state(report))
     lines += _row("ranks", _ranks(report))
     for site in _other_sites(report):

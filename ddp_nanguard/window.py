@@ -43,7 +43,8 @@ class MicroBatch:
 class Window:
     """The micro-batches of the step now running, and the buffers from before it.
 
-    Memory: references to the batches (copies with ``copy_batch`` or where ``hold="host"`` moves them off the device), and
+    Memory: references to the batches (copies with ``copy_batch`` or where ``hold="host"`` moves them off the device),
+    and
     one copy of the floating buffers, and of others up to `SMALL_BYTES` each.
     """
 

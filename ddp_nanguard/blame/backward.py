@@ -125,10 +125,20 @@ class _BackwardBlame:
 
 
 def _outermost_giver(sighting: Sighting) -> Call:
-    """The outermost call that gives the tensor as its output: its caller's code goes on with it."""
+    """The outermost call that gives the tensor as its output: its caller's code goes on with it.
+
+    A tensor that was first seen as an input was made by the code around that call.
+    """
     call = sighting.call
     if sighting.slot == "input":
-        return call
-    while call.parent is not None and any(output is sighting for output in call.parent.outputs):
+        around = call.parent
+        if around is None or not _gives(around, sighting):
+            return call
+        call = around
+    while call.parent is not None and _gives(call.parent, sighting):
         call = call.parent
     return call
+
+
+def _gives(call: Call, sighting: Sighting) -> bool:
+    return any(output is sighting for output in call.outputs)

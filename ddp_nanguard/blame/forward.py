@@ -18,24 +18,29 @@ def forward_sites(view: StepView) -> list[RankedSite]:
     kinds = Kinds(view.readings)
     sites: list[RankedSite] = []
     done: set[int] = set()
+    weak: set[int] = set()
     for reading in view.readings:
         sighting = reading.note
         if isinstance(sighting, Sighting) and id(sighting) not in done and (kind := kinds.of(sighting)) is not None:
             done.add(id(sighting))
             if not _is_contained(sighting, kinds, kind) and not view.is_ignored(sighting.call.layer):
-                sites.append(_forward_site(view, sighting, kinds, kind, reading.order))
+                ranked = _forward_site(view, sighting, kinds, kind, reading.order, weak)
+                sites.append(ranked)
+                if ranked.weak:
+                    weak.add(id(sighting))
     return sites
 
 
 def habits(readings: list[Reading]) -> set[Habit]:
-    """What is NaN or +inf in the slots of a clean step. -inf is what masks are made of, and no habit."""
+    """What is NaN or +inf in a clean step without being contained. -inf is what masks are made of, and no habit."""
+    kinds = Kinds(readings)
     found: set[Habit] = set()
     for reading in readings:
-        kind = kind_of(reading.minimum, reading.maximum)
-        if kind in ("nan", "inf") and isinstance(reading.note, Sighting):
-            found.add((reading.note.call.layer, reading.note.slot, kind))
-        elif kind is not None and isinstance(reading.note, GradientHook) and not is_clean(reading):
-            found.add((reading.note.call.layer, "grad", kind))
+        note, kind = reading.note, kind_of(reading.minimum, reading.maximum)
+        if isinstance(note, Sighting) and kind in ("nan", "inf") and not _is_contained(note, kinds, kind):
+            found.add((note.call.layer, note.slot, kind))
+        elif isinstance(note, GradientHook) and kind is not None:
+            found.add((note.call.layer, "grad", kind))
     return found
 
 
@@ -46,10 +51,12 @@ def _is_contained(sighting: Sighting, kinds: Kinds, kind: str) -> bool:
     return any(kinds.contains(call, kind) for call in enclosing)
 
 
-def _forward_site(view: StepView, sighting: Sighting, kinds: Kinds, kind: str, order: int) -> RankedSite:
+def _forward_site(
+    view: StepView, sighting: Sighting, kinds: Kinds, kind: str, order: int, weak_before: set[int]
+) -> RankedSite:
     call = sighting.call
     between: Between | None = None
-    place, taken = call, kinds.worst_of(call.inputs)
+    place, taken = call, _taken_in(call, kinds)
     if sighting.slot == "input":
         taken = None
         if call.parent is None:
@@ -57,7 +64,8 @@ def _forward_site(view: StepView, sighting: Sighting, kinds: Kinds, kind: str, o
         else:
             place = call.parent
             between = Between(place.layer, _clean_child_before(place, call, kinds), call.layer)
-    elif call.children and taken is None:
+    elif call.children and taken in (None, "unchecked"):
+        taken = None
         between = Between(call.layer, _clean_child_before(call, None, kinds), None)
     site = Site(
         rank=view.rank,
@@ -73,8 +81,23 @@ def _forward_site(view: StepView, sighting: Sighting, kinds: Kinds, kind: str, o
         taken_in=taken,
         order=order,
     )
-    weak = kind == "-inf" or (call.layer, sighting.slot, kind) in view.habits
+    is_habit = (call.layer, sighting.slot, kind) in view.habits
+    weak = kind == "-inf" or is_habit or _merely_took(call, kinds, kind, weak_before)
     return RankedSite(site, weak=weak, place=call.micro_batch)
+
+
+def _taken_in(call: Call, kinds: Kinds) -> str | None:
+    """The worst kind among the inputs; ``unchecked`` where a tensor was not looked at, or none could be found."""
+    found = kinds.worst_of(call.inputs)
+    if found is None and (not call.takes_tensors or not all(kinds.was_read(taken) for taken in call.inputs)):
+        return "unchecked"
+    return found
+
+
+def _merely_took(call: Call, kinds: Kinds, kind: str, weak: set[int]) -> bool:
+    """Whether everything as bad that the call took was a habit already."""
+    taken = [sighting for sighting in call.inputs if kinds.of(sighting) == kind]
+    return bool(taken) and all(id(sighting) in weak for sighting in taken)
 
 
 def _clean_child_before(parent: Call, child: Call | None, kinds: Kinds) -> str | None:
@@ -102,9 +125,20 @@ def loss_sites(view: StepView) -> list[RankedSite]:
             loss = view.losses.get((note.micro_batch, note.name))
             found = evidence(loss) if loss is not None else None
             taken = outputs.get(note.micro_batch, "unchecked")
+            follows = _gradient_was_bad_before(view, note.micro_batch, reading.order)
+            taken = "unchecked" if follows else taken
             site = replace(site, order=reading.order, taken_in=taken, evidence=found)
-            sites.append(RankedSite(site, place=note.micro_batch))
+            sites.append(RankedSite(site, weak=follows, place=note.micro_batch))
     return sites
+
+
+def _gradient_was_bad_before(view: StepView, micro_batch: int, order: int) -> bool:
+    """A loss made of gradients (a gradient penalty, forces) is bad because they were."""
+    return any(
+        isinstance(r.note, GradientHook) and r.note.call.micro_batch == micro_batch and r.order < order
+        for r in view.readings
+        if not is_clean(r)
+    )
 
 
 def _worst_outputs(view: StepView) -> dict[int, str | None]:

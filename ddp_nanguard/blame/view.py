@@ -131,6 +131,10 @@ class Kinds:
         """The worst kind in a tensor, None where it was finite or not looked at."""
         return self._worst.get(id(sighting))
 
+    def was_read(self, sighting: Sighting) -> bool:
+        """Whether the tensor was looked at."""
+        return id(sighting) in self._read or sighting.is_empty
+
     def worst_of(self, sightings: list[Sighting]) -> str | None:
         """The worst kind in several."""
         return worst(kind for sighting in sightings if (kind := self.of(sighting)) is not None)

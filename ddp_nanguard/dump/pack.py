@@ -65,12 +65,23 @@ class Unbuilt:
 
     def __getattr__(self, name: str) -> Any:
         fields = self.__dict__.get("fields")
+        if name.startswith("__") or "type_name" not in self.__dict__:  # copy and pickle ask an object without fields
+            raise AttributeError(name)
         if isinstance(fields, dict) and name in fields:
             return fields[name]
         raise AttributeError(f"{self.type_name} is not rebuilt and has no field {name!r}; give Recipe.batch_types")
 
     def __getitem__(self, key: Any) -> Any:
         return self.fields[key]
+
+
+def unbuilt_type(value: Any, depth: int = 8) -> str | None:
+    """The type name of the first `Unbuilt` in a value, None where there is none."""
+    if isinstance(value, Unbuilt):
+        return value.type_name
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    found = (unbuilt_type(item, depth - 1) for item in items) if depth else ()
+    return next((name for name in found if name is not None), None)
 
 
 def pack(value: Any) -> Packed:

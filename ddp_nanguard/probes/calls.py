@@ -23,12 +23,23 @@ class Call:
         layer: clean name of the module.
         number: from 1 in the micro-batch; None for a recomputed call that cannot be matched to the original one.
         parent: the call it ran in, None for the root.
+        takes_tensors: whether a tensor of any kind was found among its arguments.
         had_graph: whether autograd recorded it; not so under ``no_grad`` and in reentrant checkpointing.
         inputs, outputs: sightings of its tensors.
         children: calls made in it, in order.
     """
 
-    __slots__ = ("children", "had_graph", "inputs", "layer", "micro_batch", "number", "outputs", "parent")
+    __slots__ = (
+        "children",
+        "had_graph",
+        "inputs",
+        "layer",
+        "micro_batch",
+        "number",
+        "outputs",
+        "parent",
+        "takes_tensors",
+    )
 
     def __init__(self, layer: str, number: int | None, micro_batch: int, parent: Call | None) -> None:
         self.layer = layer
@@ -36,6 +47,7 @@ class Call:
         self.micro_batch = micro_batch
         self.parent = parent
         self.had_graph = False
+        self.takes_tensors = False
         self.inputs: list[Sighting] = []
         self.outputs: list[Sighting] = []
         self.children: list[Call] = []
@@ -59,9 +71,10 @@ class Sighting:
         call: the call that gave it (``slot`` is ``output``) or first took it (``input``).
         order: execution order of its slot, None where its kind cannot be checked.
         consumers: calls that took it as an input.
+        is_watched: whether its gradient is probed.
     """
 
-    __slots__ = ("call", "consumers", "order", "ref", "shape", "slot", "version")
+    __slots__ = ("call", "consumers", "is_watched", "order", "ref", "shape", "slot", "version")
 
     def __init__(self, tensor: Tensor, call: Call, slot: str) -> None:
         self.ref = weakref.ref(tensor)
@@ -70,7 +83,13 @@ class Sighting:
         self.call = call
         self.slot = slot
         self.order: int | None = None
+        self.is_watched = False
         self.consumers: list[Call] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no element to look at."""
+        return self.shape.numel() == 0
 
     def is_still(self, tensor: Tensor) -> bool:
         """Whether the tensor is this one, unchanged."""

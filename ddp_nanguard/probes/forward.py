@@ -39,7 +39,7 @@ class ForwardProbe:
         self.on_idle: Callable[[], object] = _nothing
         self.calls: list[Call] = []
         self.unchecked: set[str] = set()
-        self.have_forward = {name for name, module in modules if type(module).forward is not nn.Module.forward}
+        self.have_forward = {name for name, m in modules if getattr(type(m), "forward", None) is not nn.Module.forward}
         self.skipped = [name for name, module in modules if type(module).__name__ in skip_types]
         self._recomputation = Recomputation(backward)
         self._handles: list[RemovableHandle] = []
@@ -60,7 +60,7 @@ class ForwardProbe:
                 continue
             before, after = _BeforeHook(self, name), _AfterHook(self, name)
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(after))
+            self._handles.append(module.register_forward_hook(after, always_call=True))
 
     def disarm(self) -> None:
         """Take the hooks off."""
@@ -107,6 +107,7 @@ class ForwardProbe:
         self.calls.append(call)
         self._stack.append(call)
         for tensor in tensors_in((args, kwargs) if kwargs else args):
+            call.takes_tensors = True
             if _can_be_bad(tensor):
                 self._take(call, tensor)
 
@@ -135,6 +136,7 @@ class ForwardProbe:
         seen = self._seen.get(id(tensor))
         if seen is None or not seen.is_still(tensor):
             seen = self._sight(call, tensor, "input", Region.EVIDENCE)
+        self._watch_late(seen, tensor)
         seen.consumers.append(call)
         call.inputs.append(seen)
 
@@ -144,6 +146,7 @@ class ForwardProbe:
             seen = self._sight(call, tensor, "output", region)
         elif region is Region.OUTPUT:
             self.board.reduce(region, tensor, seen)  # a child's output: the verdict reads those of the root apart
+        self._watch_late(seen, tensor)
         call.outputs.append(seen)
 
     def _look_at_changed_inputs(self, call: Call) -> None:
@@ -160,8 +163,15 @@ class ForwardProbe:
             self.unchecked.add(f"{slot} of {call.layer or '(root)'}: {tensor.dtype} {type(tensor).__name__}")
         if tensor.grad_fn is not None:
             call.had_graph = call.had_graph or slot == "output"
+            sighting.is_watched = True
             self.backward.watch(tensor, sighting)
         return sighting
+
+    def _watch_late(self, sighting: Sighting, tensor: Tensor) -> None:
+        """What reentrant checkpointing returns is what its block gave, with a graph put on afterwards."""
+        if not sighting.is_watched and tensor.grad_fn is not None:
+            sighting.is_watched = True
+            self.backward.watch(tensor, sighting)
 
 
 def _tensors(value: Any) -> list[Tensor]:

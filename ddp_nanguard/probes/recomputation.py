@@ -74,7 +74,8 @@ class Recomputation:
 
 def _original(layer: str, calls: list[Call]) -> Call | None:
     """The call that is repeated; without a number where there are several, None where its graph is the original one."""
-    originals = [call for call in calls if call.layer == layer and not call.had_graph]
+    present = calls[-1].micro_batch if calls else 0
+    originals = [c for c in calls if c.layer == layer and c.micro_batch == present and not c.had_graph]
     if len(originals) <= 1:
         return originals[0] if originals else None
     call = Call(layer, None, originals[-1].micro_batch, None)

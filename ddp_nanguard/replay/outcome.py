@@ -89,6 +89,8 @@ def why_not(dump: Dump, alone: bool) -> str | None:
         return "the fault has no origin that a step could reproduce"
     if dump.manifest["options"].get("redact"):
         return "the batches were kept out of the dump: train with redact=False to replay"
+    if origin.phase is Phase.STATE and not _is_rebuilt(dump, origin.slot):
+        return f"{origin.slot} belongs to a registered module or to no parameter of the model, which no replay rebuilds"
     if origin.phase is Phase.REDUCE and alone:
         n = dump.world_size
         return f"the value was born in communication: replay all {n} ranks with torchrun --nproc-per-node {n}"
@@ -98,6 +100,14 @@ def why_not(dump: Dump, alone: bool) -> str | None:
             f"train with keep_previous=True to replay one; damaged: {', '.join(dump.report.state[:8])}"
         )
     return None
+
+
+def _is_rebuilt(dump: Dump, name: str) -> bool:
+    """Whether a piece of state is a parameter, a buffer or optimizer state that a replay puts together again."""
+    known = {full.partition(".")[2] for full in (*dump.names(), *dump.manifest["shapes"]) if full.startswith("model.")}
+    known |= {full.split(".", 2)[2] for full in dump.names() if full.startswith("optim.")}
+    known |= set(dump.manifest["aliases"]) | set(dump.buffers(dump.ranks[0]))
+    return name in known
 
 
 def _has_gradients(dump: Dump) -> bool:
@@ -147,8 +157,8 @@ def _not_reproduced(result: Result) -> str:
 
 
 def _elsewhere(result: Result, same_place: bool, now: Site | None) -> str:
-    where = result.first_difference or next(name for name, same in result.losses.items() if not same)
-    upto = f"identical bit for bit up to {result.last_same}" if result.last_same else "different from the first slot on"
+    where = result.first_difference or next((name for name, same in result.losses.items() if not same), "nothing")
+    upto = f"minima and maxima identical up to {result.last_same}" if result.last_same else "different from the start"
     if same_place:
         return f"the same site, but other bits: {upto}; first different: {where}"
     if now is None:
@@ -164,6 +174,8 @@ def _compare_slots(dump: Dump, rank: int, again: Rerun, alone: bool, result: Res
     for label, values in recorded:
         kind = label.partition("|")[0]
         reduced = reduced or kind == "reduce"
+        if kind == "loss" and label not in again.slots:
+            continue  # a watched name that the recipe does not give: said in a note
         if alone and (kind == "reduce" or (reduced and label.rsplit("|", 1)[0].endswith("|gradient"))):
             continue  # after the first reduce the gradients that accumulate are not this rank's alone
         result.num_slots += 1
@@ -173,6 +185,16 @@ def _compare_slots(dump: Dump, rank: int, again: Rerun, alone: bool, result: Res
                 result.last_same = _readable(label)
         elif result.first_difference is None:
             result.first_difference = _readable(label)
+    _find_extra_slots(recorded, again, alone, result)
+
+
+def _find_extra_slots(recorded: list[Any], again: Rerun, alone: bool, result: Result) -> None:
+    """A step that runs more than was recorded is not the same step."""
+    known = {label for label, _ in recorded}
+    extra = [label for label in again.slots if label not in known and not label.startswith("reduce|")]
+    if extra and any(label.startswith(("forward|", "loss|")) for label in extra):
+        result.notes.append(f"the replay has {len(extra)} slots that were not recorded, first {_readable(extra[0])}")
+        result.first_difference = result.first_difference or _readable(extra[0])
 
 
 def _same_bits(one: list[float], other: tuple[float, float]) -> bool:
@@ -196,8 +218,14 @@ def _compare_losses(recorded: list[MicroBatch], again: Rerun, result: Result) ->
         for name, then in micro_batch.losses.items():
             now = again.losses.get((micro_batch.index, name))
             key = f"{name} of micro-batch {micro_batch.index}"
-            result.losses[key] = now is not None and same_tensor(then, now)
-            result.loss_values[key] = f"{_shown(then)} then, {_shown(now) if now is not None else 'not given'} now"
+            if now is None:
+                result.notes.append(f"{key} was watched in training; the recipe gives no such loss: not compared")
+                continue
+            result.losses[key] = same_tensor(then, now)
+            result.loss_values[key] = f"{_shown(then)} then, {_shown(now)} now"
+        for path in micro_batch.modified:
+            text = f"batch{path} was changed in place by the step, and the replay begins with the changed values"
+            result.notes.append(f"{text}: train with copy_batch=True")
 
 
 def same_tensor(one: Tensor, other: Tensor) -> bool:

@@ -27,6 +27,7 @@ class Recipe:
         optimizer: parameters -> optimizer; without it a hyper-parameter fault is replayed from the dump's
             ``state.json``.
         wrap: module -> wrapped module, for the replay on many ranks; by default as the dump records.
+        generators: the random generators that training registered with the guard, by the same names.
         batch_types: builders of custom batch classes by type name.
     """
 
@@ -34,6 +35,7 @@ class Recipe:
     step: Callable[[Any, Any], Tensor | dict[str, Tensor]]
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None
     wrap: Callable[[nn.Module], nn.Module] | None = None
+    generators: Mapping[str, Any] = field(default_factory=dict)
     batch_types: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
 
@@ -55,7 +57,10 @@ def load_recipe(name: str, directory: str | None) -> Recipe:
         function = getattr(module, function_name)
     except (ImportError, AttributeError, OSError) as error:
         raise DumpError(f'recipe {name!r} cannot be imported ({error}); give --recipe "module:function"') from error
-    recipe = function()
+    try:
+        recipe = function()
+    except Exception as error:
+        raise DumpError(f"recipe {name!r} raised {type(error).__name__}: {error}") from error
     if not isinstance(recipe, Recipe):
         raise DumpError(f"recipe {name!r} gives a {type(recipe).__name__}; it must return a ddp_nanguard.Recipe")
     return recipe

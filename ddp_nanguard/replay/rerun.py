@@ -70,9 +70,9 @@ def _run(guard: NanGuard, rebuilt: Rebuilt, micro_batches: list[MicroBatch], alo
     notes: list[str] = []
     synced = set(rebuilt.dump.evidence(rebuilt.rank)["reduced_in"])
     for micro_batch, batch in zip(micro_batches, guard.steps([m.batch for m in micro_batches]), strict=True):
-        notes += rng.restore(micro_batch.random_state, device=rebuilt.device)
+        notes += rng.restore(micro_batch.random_state, rebuilt.recipe.generators, rebuilt.device)
         with _sync(rebuilt, micro_batch.index in synced or not synced):
-            _micro_step(guard, rebuilt, batch)
+            _micro_step(guard, rebuilt, batch, list(micro_batch.losses))
         kept = guard._parts.window.micro_batches[-1].losses
         losses.update({(micro_batch.index, name): loss for name, loss in kept.items()})
     report = _verdict(guard)
@@ -90,13 +90,24 @@ def _first_window(guard: NanGuard) -> list[Reading]:
     return past[0].readings() if past else []
 
 
-def _micro_step(guard: NanGuard, rebuilt: Rebuilt, batch: Any) -> None:
+def _micro_step(guard: NanGuard, rebuilt: Rebuilt, batch: Any, names: list[str]) -> None:
     losses = rebuilt.recipe.step(rebuilt.wrapper.model, batch)
-    guard.watch(loss=losses)
+    guard.watch(**_named_as_recorded(losses, names))
     total = sum(losses.values()) if isinstance(losses, dict) else losses
     assert isinstance(total, Tensor)
     if total.requires_grad:
         (rebuilt.scaler.scale(total) if rebuilt.scaler is not None else total).backward()  # type: ignore[no-untyped-call]  # torch's own
+
+
+def _named_as_recorded(losses: Tensor | dict[str, Tensor], names: list[str]) -> dict[str, Any]:
+    """The losses under the names that training watched them by, where it is clear which is which."""
+    given = losses if isinstance(losses, dict) else {"loss": losses}
+    if len(names) == 1 and len(given) == 1:
+        return {names[0]: next(iter(given.values()))}
+    for prefix in {name.partition(".")[0] for name in names if "." in name}:
+        if any(f"{prefix}.{key}" in names for key in given):
+            return {prefix: given}
+    return given
 
 
 def _sync(rebuilt: Rebuilt, synced: bool) -> contextlib.AbstractContextManager[Any]:

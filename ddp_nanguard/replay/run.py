@@ -14,8 +14,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from ddp_nanguard.dump.pack import unbuilt_type
 from ddp_nanguard.dump.read import Dump, open_dump
 from ddp_nanguard.errors import DumpError
+from ddp_nanguard.window import MicroBatch
 
 from .outcome import EXIT_CODES, Outcome, Result, cannot, compare, first_own_site, why_not
 from .rebuild import apply_settings, rebuild
@@ -50,6 +52,9 @@ def replay_alone(paths: Sequence[str], rank: int | None, recipe_name: str | None
     if needs_peers is not None:
         return cannot(chosen, recorded, needs_peers)
     window = dump.window(chosen, types=dict(recipe.batch_types), device=where)
+    unbuilt = _unbuilt(window)
+    if unbuilt is not None:
+        return cannot(chosen, recorded, unbuilt)
     rebuilt = rebuild(dump, chosen, recipe, where, alone=True)
     return compare(dump, chosen, window, rerun(rebuilt, window, alone=True), alone=True)
 
@@ -83,10 +88,29 @@ def _recipe(dump: Dump, given: str | None) -> Recipe:
 
 def _device(name: str | None) -> torch.device:
     if name is not None:
-        return torch.device(name)
+        return _named_device(name)
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
+
+
+def _named_device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise DumpError(f"--device {name}: {str(error).splitlines()[0]}; give a device of this machine") from error
+    return device
+
+
+def _unbuilt(window: list[MicroBatch]) -> str | None:
+    """Why a batch cannot be handed to the recipe: the first class in it that nobody rebuilds."""
+    for micro_batch in window:
+        name = unbuilt_type(micro_batch.batch)
+        if name is not None:
+            remedy = f'give Recipe(batch_types={{"{name}": {name}}})'
+            return f"the batch holds a {name}, which is not rebuilt by itself: {remedy}"
+    return None
 
 
 # -- under torchrun

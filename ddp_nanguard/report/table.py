@@ -17,19 +17,21 @@ RIGHT = {"STEP", "RANKS", "SIZE"}
 
 def dump_table(summaries: Iterable[DumpSummary]) -> str:
     """One line per dump, the oldest step first; a sentence where there is none."""
-    rows = [_row(summary) for summary in summaries]
+    summaries = list(summaries)
+    several = len({Path(summary.path).parent for summary in summaries}) > 1
+    rows = [_row(summary, several) for summary in summaries]
     if not rows:
         return "no dumps\n"
     widths = [max(len(row[column]) for row in [HEADER, *rows]) for column in range(len(HEADER))]
     return "".join(f"{_line(row, widths)}\n" for row in [HEADER, *rows])
 
 
-def _row(summary: DumpSummary) -> Sequence[str]:
+def _row(summary: DumpSummary, with_directory: bool) -> Sequence[str]:
     world = str(summary.world_size) if summary.world_size else "?"
     return (
         str(summary.step),
         summary.created[:19].replace("T", " "),
-        Path(summary.path).name,
+        summary.path if with_directory else Path(summary.path).name,
         f"{len(summary.ranks)}/{world}",
         human_size(summary.size_bytes),
         summary.remark or "whole",
