@@ -206,15 +206,15 @@ def build_parts(
 
     Collective: a gloo group is made; problems and options are compared on it.
     """
+    _require_fitting_group(group, model)  # raised on this rank alone: with the wrong group there is nobody to tell
     given: _Given | None = None
     problem: str | None = None
     try:
-        given = _checked(model, optimizer, scaler, replay, group, options)
+        given = _checked(model, optimizer, scaler, replay, options)
     except ValueError as error:
         problem = str(error)
     except Exception as error:  # on one rank alone it would leave the others waiting
         problem = f"the guard cannot be built: {type(error).__name__}: {error}"
-    group = group if isinstance(group, dist.ProcessGroup) else None
     device = _device_of(given.wrapper) if given is not None else torch.device("cpu")
     peers = Peers(group, given.config.timeout_s if given is not None else 60.0, device)
     peers.require_no_problem(problem)
@@ -233,13 +233,11 @@ def _checked(
     optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
     scaler: object,
     replay: str | None,
-    group: dist.ProcessGroup | None,
     options: dict[str, Any],
 ) -> _Given:
     config = GuardConfig.from_code_and_environment(options)
     wrapper = wrapper_of(model)
     _require_materialised(model)
-    _require_fitting_group(group, wrapper)
     if wrapper.root in _guarded:
         raise ValueError(f"model {type(model).__name__} has a guard already; close() that one, or use it")
     optimizers = _as_list(optimizer)
@@ -255,18 +253,29 @@ def _require_materialised(model: nn.Module) -> None:
             raise ValueError(f"model has a lazy parameter {name!r} without a shape; run one forward before the guard")
 
 
-def _require_fitting_group(group: object, wrapper: Wrapper) -> None:
+def _require_fitting_group(group: object, model: nn.Module) -> None:
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise ValueError(f"option group={group!r} is a {type(group).__name__}; give a torch.distributed process group")
-    own = wrapper.group_ranks()
-    if own is None or not dist.is_initialized():
+    if not (dist.is_available() and dist.is_initialized()):
         return
     given = dist.get_process_group_ranks(group or dist.group.WORLD)
-    if sorted(own) != sorted(given):
+    if dist.get_rank() not in given:
+        raise ValueError(
+            f"option group: rank {dist.get_rank()} is not among its ranks {given}; build the guard there only"
+        )
+    own = _ranks_of(model)
+    if own is not None and sorted(own) != sorted(given):
         raise ValueError(
             f"option group: the model communicates over ranks {own}, the guard over {given}; "
             "give the model's own process group as group="
         )
+
+
+def _ranks_of(model: nn.Module) -> list[int] | None:
+    try:
+        return wrapper_of(model).group_ranks()
+    except ValueError:
+        return None  # said later, on every rank
 
 
 def _as_list(optimizer: object) -> list[torch.optim.Optimizer]:

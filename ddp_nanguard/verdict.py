@@ -84,10 +84,6 @@ class Peers:
         self.rank = dist.get_rank() if self.connected else 0
         self.world_size = dist.get_world_size(group) if self.connected else 1
         self.ranks = dist.get_process_group_ranks(group or dist.group.WORLD) if self.connected else [0]
-        if self.rank not in self.ranks:
-            raise ValueError(
-                f"option group: rank {self.rank} is not among its ranks {self.ranks}; build the guard there only"
-            )
         self.device = _verdict_device(group, device) if self.connected else device
         self.lost = False
         self.guard_number = 0

@@ -275,7 +275,7 @@ def test_a_rank_that_has_lost_its_peer_stops_and_speaks_for_itself(
     policy: str, signal_number: int, tmp_path: Any
 ) -> None:
     first, second = run_ranks_raw(
-        _lost_peer, timeout_s=8, policy=policy, signal_number=signal_number, dump_dir=str(tmp_path / "dumps")
+        _lost_peer, timeout_s=15, policy=policy, signal_number=signal_number, dump_dir=str(tmp_path / "dumps")
     )
     assert second.exit_code == -signal.SIGKILL
     assert first.exit_code == 0, first.describe()
@@ -848,6 +848,28 @@ WRONG: dict[str, dict[str, Any]] = {
 }
 
 
+def _outside(rank: int, world_size: int) -> str | None:
+    group = dist.new_group([0, 1])
+    model = nn.Linear(4, 2)
+    return _ended(lambda: _guard(model, _sgd(model), group=group).close())
+
+
+def _over_a_part(rank: int, world_size: int) -> str | None:
+    group = dist.new_group([0, 1])
+    if rank == 2:
+        return None
+    model = DistributedDataParallel(nn.Linear(4, 2), process_group=group)
+    return _ended(lambda: _guard(model, _sgd(model)).close())  # group= is missing
+
+
+def test_a_group_that_does_not_fit_is_refused() -> None:
+    outside = run_ranks(_outside, world_size=3, timeout_s=12)
+    assert outside[:2] == [None, None]
+    assert outside[2] is not None and outside[2].startswith("ValueError: ") and "group" in outside[2]
+    for found in run_ranks(_over_a_part, world_size=3, timeout_s=12)[:2]:
+        assert found is not None and found.startswith("ValueError: ") and "group=" in found
+
+
 def _lazy(rank: int, world_size: int) -> str | None:
     model = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d())
     return _ended(lambda: _guard(model, _sgd(model)))
@@ -878,7 +900,7 @@ RISKY = ["optimizer", "no optimizer", "replay", "group"]  # not refused by a typ
 
 @pytest.mark.parametrize("names", [[name for name in WRONG if name not in RISKY], *([name] for name in RISKY)])
 def test_wrong_input_on_one_rank_is_a_value_error_on_all(names: list[str]) -> None:
-    outcomes = run_ranks_raw(_wrong, timeout_s=3, names=names, everywhere=False)
+    outcomes = run_ranks_raw(_wrong, timeout_s=12, names=names, everywhere=False)
     assert not any(outcome.hung for outcome in outcomes), "the peers of the rank with the wrong input wait"
     for outcome in outcomes:
         assert {name: text for name, text in outcome.value.items() if not _is_told(name, text)} == {}
