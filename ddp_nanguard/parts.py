@@ -206,11 +206,16 @@ def build_parts(
 
     Collective: a gloo group is made; problems and options are compared on it.
     """
-    _require_fitting_group(group, model)  # raised on this rank alone: with the wrong group there is nobody to tell
     given: _Given | None = None
     problem: str | None = None
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("option group: this rank is not in it; build the guard only on its ranks")
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        problem = f"option group={group!r} is a {type(group).__name__}; give a torch.distributed process group"
+        group = None
+    _require_fitting_group(group, model)  # raised on this rank alone: over the wrong ranks there is nobody to tell
     try:
-        given = _checked(model, optimizer, scaler, replay, options)
+        given = _checked(model, optimizer, scaler, replay, options) if problem is None else None
     except ValueError as error:
         problem = str(error)
     except Exception as error:  # on one rank alone it would leave the others waiting
@@ -253,9 +258,7 @@ def _require_materialised(model: nn.Module) -> None:
             raise ValueError(f"model has a lazy parameter {name!r} without a shape; run one forward before the guard")
 
 
-def _require_fitting_group(group: object, model: nn.Module) -> None:
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise ValueError(f"option group={group!r} is a {type(group).__name__}; give a torch.distributed process group")
+def _require_fitting_group(group: dist.ProcessGroup | None, model: nn.Module) -> None:
     if not (dist.is_available() and dist.is_initialized()):
         return
     given = dist.get_process_group_ranks(group or dist.group.WORLD)

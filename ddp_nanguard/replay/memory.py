@@ -1,0 +1,66 @@
+"""Which operator last wrote a non-finite value into which memory, and what that memory is called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .events import Event
+
+
+def key_of(tensor: Tensor) -> int:
+    """Identifies the memory of a tensor; views share it."""
+    storage = storage_of(tensor)
+    return id(tensor) if storage is None else int(storage._cdata)
+
+
+def storage_of(tensor: Tensor) -> Any:
+    """The untyped storage of a tensor of any kind, None where it has none of its own."""
+    local = getattr(tensor, "_local_tensor", tensor)  # DTensor
+    try:
+        return local.untyped_storage()
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return None
+
+
+class Memory:
+    """Memory by the storage's address. A weak reference keeps an address from being used for another storage."""
+
+    def __init__(self) -> None:
+        self._writers: dict[int, tuple[Event, Any]] = {}
+        self._names: dict[int, str] = {}
+        self._made_empty: dict[int, tuple[str, Any]] = {}
+        self._kept: list[Tensor] = []
+
+    def name(self, tensor: Tensor, name: str) -> None:
+        """Memory that was there before the step: a parameter, a buffer, a batch item."""
+        self._names[key_of(tensor)] = name
+        self._kept.append(tensor)
+
+    def forget_writers(self, tensor: Tensor) -> None:
+        """The memory holds what it is called by again."""
+        self._writers.pop(key_of(tensor), None)
+
+    def wrote(self, event: Event, tensor: Tensor) -> None:
+        """An operator left a non-finite value there."""
+        storage = storage_of(tensor)
+        self._writers[key_of(tensor)] = (event, tensor if storage is None else StorageWeakRef(storage))
+
+    def left_empty(self, tensor: Tensor, name: str) -> None:
+        """Memory that nobody has written yet."""
+        storage = storage_of(tensor)
+        if storage is not None:
+            self._made_empty[key_of(tensor)] = (name, StorageWeakRef(storage))
+
+    def writer(self, tensor: Tensor) -> Event | None:
+        """The last operator that left a non-finite value there."""
+        found = self._writers.get(key_of(tensor))
+        return None if found is None else found[0]
+
+    def name_of(self, tensor: Tensor) -> str | None:
+        """What the memory is called, None where nobody knows."""
+        key = key_of(tensor)
+        empty = self._made_empty.get(key)
+        return self._names.get(key) or (None if empty is None else empty[0])

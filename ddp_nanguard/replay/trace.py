@@ -1,0 +1,277 @@
+"""Every operator of one step, forward and backward: where a non-finite value is born, and how it travels.
+
+[Note: births]
+An operator gives birth to a value where its output is worse than everything it was given (-Inf, +Inf, NaN; worst last).
+A number of the user's code written into a tensor (``masked_fill`` with -inf) is a constant, no birth, and a birth out
+of -inf that is a constant or came from outside (a mask) begins there. Only bad values are kept: an operator whose
+outputs are finite costs one pass over them and leaves nothing behind.
+
+[Note: lines of backward]
+Autograd numbers the nodes of a graph in the order of the forward. Each forward operator notes the number of the node
+just made with its line and module; in backward the running node's number leads back to them. Anomaly mode would
+format a whole stack per operator instead.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ddp_nanguard.probes.calls import in_backward
+
+from .events import MAX_ROWS, SEVERITY, Call, Event, describe, hit_mask, quick_kind, worst_kind
+from .lines import Kind, Spot, first_spot, stack_of
+from .memory import Memory
+from .modules import ModuleStack, Place
+from .operators import Operator, Operators, named_arguments, numbers_of, tensors_of
+from .origins import Origins
+
+MAX_KEPT = 64
+"""Births whose values are kept."""
+
+
+class Node:
+    """What is known of the forward operator that made an autograd node."""
+
+    __slots__ = ("operator", "place", "spot")
+
+    def __init__(self, spot: Spot | None, place: Place | None, operator: str) -> None:
+        self.spot = spot
+        self.place = place
+        self.operator = operator
+
+
+class Trace(TorchDispatchMode):
+    """Dispatch mode for one step.
+
+    Attributes:
+        events: operators with non-finite outputs, in order.
+        num_operators: how many operators ran.
+        was_compiled: some code is compiled by torch.compile; it ran eagerly.
+        on_event: called with each event and the frame below it, before the operator's caller goes on.
+        origins: where small divisors come from.
+    """
+
+    def __init__(self, modules: ModuleStack) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+        self.num_operators = 0
+        self.was_compiled = False
+        self.on_event: Callable[[Event, FrameType], None] | None = None
+        self.memory = Memory()
+        self.origins = Origins()
+        self.micro_batch: int | None = None
+        self.batch_size: int | None = None
+        self._by_order: dict[int, Event] = {}
+        self._modules = modules
+        self._operators = Operators()
+        self._nodes: dict[int, Node] = {}
+        self._last_number = -1
+        self._num_kept = 0
+
+    def event(self, order: int) -> Event:
+        """By its order."""
+        return self._by_order[order]
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        operator = self._operators[function]
+        frame = sys._getframe(1)
+        spot = first_spot(frame)
+        if operator is None or spot is Kind.PROBE:
+            return function(*args, **kwargs)
+        assert not isinstance(spot, Kind)
+        self.num_operators += 1
+        self._note_node(spot, operator)
+        if operator.is_view:
+            return function(*args, **kwargs)
+        given = _given(operator, args, kwargs)
+        output = function(*args, **kwargs)
+        if operator.makes_empty:
+            for tensor in tensors_of(output):
+                self.memory.left_empty(tensor, _empty_name(operator, spot))
+            return output
+        self.origins.note(operator, args, output, spot)
+        self._look(function, operator, given, kwargs, output, frame)
+        return output
+
+    def _note_node(self, spot: Spot | None, operator: Operator) -> None:
+        if torch.is_grad_enabled():
+            number = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]  # as torch.fx uses it
+            if number > self._last_number:
+                self._last_number = number
+                self._nodes[number] = Node(spot, self._modules.top(), operator.name)
+
+    def _look(
+        self,
+        function: Any,
+        operator: Operator,
+        given: list[tuple[str, Any, Any]],
+        kwargs: dict[str, Any],
+        output: Any,
+        frame: FrameType,
+    ) -> None:
+        """Whether the operator left something non-finite."""
+        written = [original for name, original, _ in given if name in operator.writes]
+        outputs = list(tensors_of(written or output))
+        kinds = [quick_kind(tensor) for tensor in outputs]
+        worst = worst_kind(kinds)
+        if worst is None:
+            return
+        event = self._event_of(operator, worst, given, frame)
+        if event.category == "birth" or event.outside:
+            self._describe(event, function, given, kwargs, outputs[kinds.index(worst)])
+        self.events.append(event)
+        self._by_order[event.order] = event
+        for tensor, kind in zip(outputs, kinds, strict=True):
+            if kind is not None:
+                self.memory.wrote(event, tensor)
+        if self.on_event is not None:
+            self.on_event(event, frame)
+
+    # -- one event
+    # ---------------------------------------------------------------------------------------------------------------
+
+    def _event_of(self, operator: Operator, kind: str, given: list[tuple[str, Any, Any]], frame: FrameType) -> Event:
+        sources = _sources(operator, given)
+        kinds = [quick_kind(value) for _, value in sources]
+        worst = worst_kind(kinds)
+        numbers = list(numbers_of([value for _, _, value in given]))
+        event = Event(self.num_operators, operator.name, kind, "spread", "", None, None, ())
+        if operator.is_literal or (SEVERITY[kind] > SEVERITY[worst] and _is_as_bad(numbers, kind)):
+            event.category = "constant"
+        elif SEVERITY[kind] > SEVERITY[worst]:
+            event.category = "birth"
+        if event.category != "constant" and worst is not None:
+            bad = [original for (original, _), k in zip(sources, kinds, strict=True) if k == worst]
+            self._follow(event, bad)
+        event.roots = self._roots(event, worst)
+        self._place(event, frame)
+        event.micro_batch = self.micro_batch
+        return event
+
+    def _follow(self, event: Event, bad: list[Tensor]) -> None:
+        writers = [(tensor, self.memory.writer(tensor)) for tensor in bad]
+        event.parents = tuple(dict.fromkeys(w.order for _, w in writers if w is not None))
+        outside = [self.memory.name_of(tensor) or "" for tensor, writer in writers if writer is None]
+        event.outside = tuple(dict.fromkeys(outside))
+
+    def _roots(self, event: Event, worst: str | None) -> frozenset[int]:
+        found = {root for parent in event.parents for root in self._by_order[parent].roots}
+        if event.outside and not (event.category == "birth" and worst == "-inf"):
+            found.add(event.order)
+        if event.category == "birth":
+            found = {root for root in found if not self._is_legal(self._by_order[root])}
+        return frozenset(sorted(found)[:8]) or frozenset({event.order})
+
+    @staticmethod
+    def _is_legal(root: Event) -> bool:
+        """Masks: infinities that the code wrote, or -inf that was there before the step."""
+        return root.kind != "nan" and (root.category == "constant" or (bool(root.outside) and root.kind == "-inf"))
+
+    def _place(self, event: Event, frame: FrameType) -> None:
+        stack = stack_of(frame)
+        self.was_compiled = self.was_compiled or Kind.COMPILED in stack.kinds
+        event.lines = tuple(spot.line() for spot in stack.spots)
+        here = self._modules.top()
+        event.phase = "step code" if here is None else "forward"
+        if in_backward():
+            event.phase = "recomputation" if Kind.CHECKPOINT in stack.kinds and stack.spots else "backward"
+            self._place_node(event)
+        elif Kind.OPTIMIZER in stack.kinds:
+            event.phase = "update"
+        if here is not None and event.phase != "backward":
+            event.layer, event.call = here
+
+    def _place_node(self, event: Event) -> None:
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return
+        event.node = node.name()
+        event.sequence = node._sequence_nr()
+        made_by = self._nodes.get(event.sequence)
+        if made_by is not None:
+            event.forward_lines = () if made_by.spot is None else (made_by.spot.line(),)
+            event.forward_operator = made_by.operator
+            if made_by.place is not None:
+                event.layer, event.call = made_by.place
+
+    def _describe(
+        self, event: Event, function: Any, given: list[tuple[str, Any, Any]], kwargs: dict[str, Any], output: Tensor
+    ) -> None:
+        operands = [(o, v) for _, original, value in given for o, v in _pairs(original, value)]
+        event.inputs = tuple(describe(value, self._name_of(original)) for original, value in operands)
+        event.output = describe(output)
+        mask = hit_mask(output, event.kind)
+        event.num_hit = int(mask.sum())
+        if output.dim() and output.shape[0] == self.batch_size and output.shape[0] > 1:
+            rows = mask.reshape(mask.shape[0], -1).any(1).nonzero().reshape(-1).tolist()
+            event.rows, event.num_rows = tuple(rows[:MAX_ROWS]), len(rows)
+        if self._num_kept < MAX_KEPT:
+            self._num_kept += 1
+            kept = tuple(_copied(value) for name, _, value in given if name not in kwargs)
+            event.made = Call(function, kept, {key: _copied(v) for key, v in kwargs.items()}, output.detach().clone())
+
+    def _name_of(self, tensor: Tensor) -> str | None:
+        return self.memory.name_of(tensor)
+
+    # -- from the fault back
+    # -----------------------------------------------------------------------------------------------------
+
+    def birth_of(self, event: Event) -> Event:
+        """The earliest event that its value began with; one that is no constant where there is any."""
+        roots = [self._by_order[root] for root in sorted(event.roots)]
+        return next((root for root in roots if not self._is_legal(root) and root.category != "constant"), roots[0])
+
+    def path(self, birth: Event, target: Event) -> list[Event]:
+        """Events from the birth to the target, both included."""
+        found = [target]
+        while found[-1] is not birth:
+            parents = [self._by_order[p] for p in found[-1].parents if birth.order in self._by_order[p].roots]
+            if not parents:
+                break
+            found.append(min(parents, key=lambda parent: parent.order))
+        return found[::-1]
+
+
+def _given(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(argument, the object given, its value before the operator ran)."""
+    named = named_arguments(operator, args, kwargs)
+    if not operator.writes or operator.overwrites:
+        return [(name, value, value) for name, value in named]
+    return [(name, value, _copied(value) if name in operator.writes else value) for name, value in named]
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return type(value)(_copied(item) for item in value) if type(value) in (list, tuple) else value
+
+
+def _sources(operator: Operator, given: list[tuple[str, Any, Any]]) -> list[tuple[Tensor, Tensor]]:
+    """(tensor, its value before) of everything that the result depends on."""
+    kept = [each for each in given if not (operator.overwrites and each[0] in operator.writes)]
+    return [pair for _, original, value in kept for pair in _pairs(original, value)]
+
+
+def _pairs(original: Any, value: Any) -> Iterable[tuple[Tensor, Tensor]]:
+    return zip(tensors_of(original), tensors_of(value), strict=True)
+
+
+def _is_as_bad(numbers: list[float], kind: str) -> bool:
+    kinds = ["nan" if number != number else ("inf" if number > 0 else "-inf") for number in numbers]
+    # times -1 and the like: an infinite number makes either infinity
+    return bool(kinds) and (kind != "nan" or "nan" in kinds)
+
+
+def _empty_name(operator: Operator, spot: Spot | None) -> str:
+    where = f" at {spot.line().place()}" if spot is not None else ""
+    return f"uninitialised memory ({operator.base}{where})"
