@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+from . import cli_diagnosis
 from .errors import DumpError
 
 WRONG_USAGE = 2
@@ -41,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_list(commands)
     _add_show(commands)
     _add_replay(commands)
+    cli_diagnosis.add_explain(commands)  # diagnosis
     _add_demo(commands)
     return parser
 
@@ -73,6 +75,7 @@ def _add_replay(commands: Commands) -> None:
     parser.add_argument("--recipe", metavar="MODULE:FUNCTION", help="default: the one that the dump names")
     parser.add_argument("--device", help="default: a GPU if there is one")
     parser.add_argument("--json", action="store_true", help="the outcome as JSON")
+    cli_diagnosis.add_options(parser)  # diagnosis
     parser.set_defaults(command=run_replay)
 
 
@@ -93,6 +96,8 @@ def run_demo(options: argparse.Namespace) -> int:
 
 def run_replay(options: argparse.Namespace) -> int:
     """``ddp-nanguard replay DUMP [--rank R]``."""
+    if cli_diagnosis.is_wanted(options):  # diagnosis
+        return cli_diagnosis.run_replay(options)
     from .replay.outcome import EXIT_CODES
     from .replay.run import replay_alone
     from .report.outcome_text import outcome_text

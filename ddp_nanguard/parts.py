@@ -208,7 +208,8 @@ def build_parts(
     """
     given: _Given | None = None
     problem: str | None = None
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
+    given_group: Any = group
+    if given_group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("option group: this rank is not in it; build the guard only on its ranks")
     if group is not None and not isinstance(group, dist.ProcessGroup):
         problem = f"option group={group!r} is a {type(group).__name__}; give a torch.distributed process group"

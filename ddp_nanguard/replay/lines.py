@@ -132,7 +132,8 @@ def stack_of(frame: FrameType | None) -> Stack:
         if frame.f_code.co_name == "_engine_run_backward":
             kinds.add(Kind.ENGINE)
             break
-        kinds.add(kind)
+        if kind is not Kind.COMPILED or frame.f_code.co_name == "compile_wrapper":
+            kinds.add(kind)
         if kind is Kind.USER and len(spots) < MAX_LINES and not _is_launcher(frame):
             spots.append(Spot(frame.f_code, frame.f_lasti, frame.f_lineno))
         frame = frame.f_back

@@ -30,7 +30,7 @@ from .lines import Kind, Spot, first_spot, stack_of
 from .memory import Memory
 from .modules import ModuleStack, Place
 from .operators import Operator, Operators, named_arguments, numbers_of, tensors_of
-from .origins import Origins
+from .origins import Origin, Origins
 
 MAX_KEPT = 64
 """Births whose values are kept."""
@@ -55,7 +55,8 @@ class Trace(TorchDispatchMode):
         num_operators: how many operators ran.
         was_compiled: some code is compiled by torch.compile; it ran eagerly.
         on_event: called with each event and the frame below it, before the operator's caller goes on.
-        origins: where small divisors come from.
+        origins: where small clean tensors come from.
+        divisor_origins: by the order of a division: where its divisor comes from.
     """
 
     def __init__(self, modules: ModuleStack) -> None:
@@ -66,13 +67,14 @@ class Trace(TorchDispatchMode):
         self.on_event: Callable[[Event, FrameType], None] | None = None
         self.memory = Memory()
         self.origins = Origins()
+        self.divisor_origins: dict[int, Origin] = {}
         self.micro_batch: int | None = None
         self.batch_size: int | None = None
         self._by_order: dict[int, Event] = {}
         self._modules = modules
         self._operators = Operators()
         self._nodes: dict[int, Node] = {}
-        self._last_number = -1
+        self._last_number = _newest_node()
         self._num_kept = 0
 
     def event(self, order: int) -> Event:
@@ -104,11 +106,10 @@ class Trace(TorchDispatchMode):
         return output
 
     def _note_node(self, spot: Spot | None, operator: Operator) -> None:
-        if torch.is_grad_enabled():
-            number = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]  # as torch.fx uses it
-            if number > self._last_number:
-                self._last_number = number
-                self._nodes[number] = Node(spot, self._modules.top(), operator.name)
+        number = _newest_node()  # under no_grad too: in a custom function's forward
+        if number > self._last_number:
+            self._last_number = number
+            self._nodes[number] = Node(spot, self._modules.top(), operator.name)
 
     def _look(
         self,
@@ -210,6 +211,10 @@ class Trace(TorchDispatchMode):
         operands = [(o, v) for _, original, value in given for o, v in _pairs(original, value)]
         event.inputs = tuple(describe(value, self._name_of(original)) for original, value in operands)
         event.output = describe(output)
+        divisor = next((o for (o, _) in operands[1:2]), None) if event.base == "div" else None
+        origin = self.origins.of(divisor) if divisor is not None else None
+        if origin is not None:
+            self.divisor_origins[event.order] = origin
         mask = hit_mask(output, event.kind)
         event.num_hit = int(mask.sum())
         if output.dim() and output.shape[0] == self.batch_size and output.shape[0] > 1:
@@ -240,6 +245,11 @@ class Trace(TorchDispatchMode):
                 break
             found.append(min(parents, key=lambda parent: parent.order))
         return found[::-1]
+
+
+def _newest_node() -> int:
+    """Number of the autograd node made last."""
+    return int(torch.autograd._get_sequence_nr()) - 1  # type: ignore[attr-defined]  # as torch.fx uses it
 
 
 def _given(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any, Any]]:

@@ -1,0 +1,84 @@
+"""From a dump to the operator, the line and the reason: the plain replay first, then the trace, then the rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ddp_nanguard.dump.read import Dump
+from ddp_nanguard.errors import DumpError
+
+from .outcome import Outcome, Result
+from .reasons import Facts, Reason, reason_for
+from .session import Session
+from .traced import Traced, trace_step
+
+
+@dataclass
+class Diagnosis:
+    """What a dump and its replay say about the cause.
+
+    Attributes:
+        outcome: of the plain replay; None where there was none.
+        traced: None where the step could not be run.
+        reason: the first rule that fits, or "unknown".
+        obstacle: why the step was not run; "" where it was.
+    """
+
+    outcome: Result | None
+    traced: Traced | None
+    reason: Reason
+    obstacle: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready data: what a plain replay gives, then the trace and the reason."""
+        return {
+            **(self.outcome.to_dict() if self.outcome is not None else {}),
+            "trace": self.traced.to_dict() if self.traced is not None else None,
+            "cause": self.reason.to_dict(),
+            "not_run": self.obstacle or None,
+        }
+
+
+def diagnose(session: Session, outcome: Result) -> Diagnosis:
+    """Trace the session's step and ask the rules.
+
+    Args:
+        session: of one rank.
+        outcome: of its plain replay.
+    """
+    if outcome.outcome is Outcome.CANNOT:
+        return without_replay(session.dump, outcome, outcome.reason)
+    traced = trace_step(session)
+    facts = facts_of(session.dump, traced, outcome)
+    return Diagnosis(outcome, traced, reason_for(facts))
+
+
+def without_replay(dump: Dump, outcome: Result | None, why: str) -> Diagnosis:
+    """What the report and the history alone say."""
+    return Diagnosis(outcome, None, reason_for(facts_of(dump, None, None)), why)
+
+
+def facts_of(dump: Dump, traced: Traced | None, outcome: Result | None) -> Facts:
+    """What the rules look at."""
+    dtypes = {
+        name.removeprefix("model."): entry["dtype"]
+        for name, entry in dump.manifest["shapes"].items()
+        if name.startswith("model.")
+    }
+    return Facts(
+        report=dump.report,
+        traced=traced,
+        histories={rank: dump.history(rank) for rank in dump.ranks},
+        optimizers=_optimizers(dump),
+        dtypes=dtypes,
+        outcome=str(outcome.outcome) if outcome is not None else None,
+        differs=tuple(outcome.differs) if outcome is not None else (),
+    )
+
+
+def _optimizers(dump: Dump) -> list[dict[str, Any]]:
+    try:
+        return list(dump.plain_state()["optimizers"])
+    except DumpError:
+        return []

@@ -1,0 +1,60 @@
+"""Why a value went bad: one sentence from a closed list, or "unknown". A wrong reason is worse than none.
+
+Each rule is a small function over the facts that gives a `Reason` only where its evidence holds for every element
+that is hit. `RULES` is the one place that says in which order they are asked; the first that answers is believed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from . import division, domain, job, numbers, outside
+from .facts import Facts, Reason, at
+
+Rule = Callable[[Facts], Reason | None]
+
+RULES: tuple[Rule, ...] = (
+    # what the report alone settles
+    job.hyper_parameter,
+    job.not_reproduced,
+    job.reduce_overflow,
+    job.update_overflow,
+    # a value that came from outside needs no operator to explain it
+    outside.state_bad,
+    outside.bad_input,
+    outside.uninitialised,
+    # a selection or a mask says more than the operator that it spoils
+    numbers.masked_row,
+    domain.where_trap,
+    domain.edge_of_derivative,
+    division.division_by_zero,
+    domain.edge_of_domain,
+    numbers.empty_reduction,
+    division.zero_times_infinity,
+    # growth says why an overflow came
+    job.growth,
+    job.scale_collapse,
+    numbers.overflow,
+    outside.constant,
+)
+
+KINDS = (
+    "hyper-parameter", "not reproduced", "overflow in the reduce", "update overflow", "state", "bad input",
+    "uninitialised memory", "masked row", "where trap", "edge of domain", "division by zero", "empty reduction",
+    "0*inf", "growth", "scale collapse", "overflow", "constant", "unknown",
+)  # fmt: skip
+
+
+def reason_for(facts: Facts) -> Reason:
+    """The first rule's answer, or "unknown" with what is known."""
+    for rule in RULES:
+        found = rule(facts)
+        if found is not None:
+            return found
+    birth = facts.birth
+    if birth is None:
+        return Reason("unknown", "no rule fits what is known")
+    return Reason("unknown", f"{birth.operator} made it in {at(birth)}; no rule says why")
+
+
+__all__ = ["KINDS", "RULES", "Facts", "Reason", "reason_for"]

@@ -1,0 +1,164 @@
+"""Reasons that lie in the job, not in one operator: hyper-parameters, updates, communication, growth, chance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from ddp_nanguard.site import Phase, Site
+
+from .facts import WORDS, Facts, Reason, at, listed
+from .numbers import is_overflow
+
+MIN_STEPS = 4
+MIN_TOTAL = 10.0
+MIN_FACTOR = 1.2
+
+
+def hyper_parameter(facts: Facts) -> Reason | None:
+    """A learning rate or the like is not a number."""
+    origin = facts.origin
+    if origin is None or origin.phase is not Phase.OPTIMIZER or origin.layer is not None:
+        return None
+    return Reason("hyper-parameter", f"{origin.slot} is {WORDS[origin.kind]}")
+
+
+def scale_collapse(facts: Facts) -> Reason | None:
+    """A scaler has halved its scale for too long."""
+    report = facts.report
+    if report is None or not report.cause.startswith("scale collapse"):
+        return None
+    birth = facts.birth
+    evidence = (f"the gradients are not finite since {at(birth)}",) if birth is not None else ()
+    return Reason("scale collapse", report.cause, evidence)
+
+
+def not_reproduced(facts: Facts) -> Reason | None:
+    """The same step was finite this time."""
+    if facts.outcome != "not_reproduced":
+        return None
+    why = f"different here: {'; '.join(facts.differs)}" if facts.differs else "on equal software"
+    sentence = f"the same step was finite in the replay, {why}: nondeterminism, dirty memory or the device's hardware"
+    return Reason("not reproduced", sentence)
+
+
+def reduce_overflow(facts: Facts) -> Reason | None:
+    """Finite on every rank, too large after the sum."""
+    origin, report = facts.origin, facts.report
+    if origin is None or report is None or origin.phase is not Phase.REDUCE or origin.taken_in is not None:
+        return None
+    largest = {rank: _largest_gradient(history, origin) for rank, history in facts.histories.items()}
+    known = {rank: value for rank, value in largest.items() if value is not None and math.isfinite(value)}
+    total = sum(known.values())
+    limits = [(name, torch.finfo(dtype).max) for name, dtype in _FLOATS if torch.finfo(dtype).max < total]
+    if origin.kind == "-inf" or len(known) < report.world_size or not limits:
+        return None
+    evidence = [f"rank {rank}: largest {value:.4g}" for rank, value in sorted(known.items())[:8]]
+    name, limit = limits[0]
+    sentence = f"{origin.slot} overflowed in the reduce: every rank's gradient was finite, "
+    sentence += f"their sum of up to {total:.4g} is more than {name} holds ({limit:.4g})"
+    return Reason("overflow in the reduce", sentence, tuple(evidence))
+
+
+_FLOATS = (("float16", torch.float16), ("float32", torch.float32))
+
+
+def _largest_gradient(history: Mapping[str, np.ndarray[Any, Any]], origin: Site) -> float | None:
+    slot = origin.slot
+    values = [
+        max(abs(low), abs(high))
+        for label, (low, high) in zip(history["fault.labels"].tolist(), history["fault.values"].tolist(), strict=True)
+        if label.startswith("backward|") and label.split("|")[2] == slot
+    ]
+    return max(values, default=None)
+
+
+def update_overflow(facts: Facts) -> Reason | None:
+    """Finite gradients, non-finite weights: an eps that vanishes in the dtype, or an overflow in the update."""
+    origin = facts.origin
+    if origin is None or origin.phase is not Phase.OPTIMIZER or origin.layer is None:
+        return None
+    dtype = facts.dtypes.get(origin.slot) or (origin.evidence.dtype if origin.evidence is not None else None)
+    eps = _eps_of(facts, origin.slot)
+    if dtype is not None and eps is not None and eps > 0 and _is_zero_in(eps, dtype):
+        sentence = f"eps={eps:g} is 0 in {dtype}: the update of {origin.slot} divides by zero"
+        return Reason("update overflow", sentence, (f"the optimizer is {facts.optimizers[0].get('class')}",))
+    birth = facts.birth
+    if birth is not None and birth.phase == "update":
+        return Reason("update overflow", f"{birth.operator} of the update made {WORDS[birth.kind]} in {origin.slot}")
+    return None
+
+
+def _eps_of(facts: Facts, name: str) -> float | None:
+    for optimizer in facts.optimizers:
+        for group in optimizer.get("groups", []):
+            if name in group.get("params", []) and isinstance(group.get("eps"), float):
+                return float(group["eps"])
+    return None
+
+
+def _is_zero_in(value: float, dtype: str) -> bool:
+    return torch.tensor(value, dtype=getattr(torch, dtype)).item() == 0.0
+
+
+# -- growth
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def growth(facts: Facts) -> Reason | None:
+    """The values grew over the last steps until one overflowed."""
+    origin = facts.origin
+    if origin is None or origin.phase not in (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD):
+        return None
+    if facts.birth is not None and not is_overflow(facts.birth):
+        return None
+    found = {rank: series for rank, history in facts.histories.items() if (series := growing(history)) is not None}
+    if not found or (origin.rank is not None and origin.rank not in found):
+        return None
+    rank = origin.rank if origin.rank in found else min(found)
+    name, steps, values = found[rank]
+    factor = (values[-1] / values[0]) ** (1 / (len(values) - 1))
+    where = "on every rank" if len(found) == len(facts.histories) else f"on ranks {listed(sorted(found))}"
+    sentence = f"growth: {name} grew by a factor of {factor:.2f} per step since step {steps[0]}, {where}"
+    evidence = [f"step {step}: {value:.4g}" for step, value in list(zip(steps, values, strict=True))[-6:]]
+    if facts.birth is not None:
+        evidence.append(f"then overflow in {at(facts.birth)}")
+    return Reason("growth", sentence, tuple(evidence))
+
+
+def growing(history: Mapping[str, np.ndarray[Any, Any]]) -> tuple[str, list[int], list[float]] | None:
+    """(name, steps, values) of what grew most steadily up to the last clean step, None where nothing did."""
+    steps = [int(step) for step in history["steps"]]
+    series = {"the largest gradient": history["gradient_max"], "the loss": np.abs(history["loss"])}
+    series["the largest activation"] = np.array([_largest_activation(history, step) for step in steps])
+    candidates = [(name, *_tail(steps, values.tolist())) for name, values in series.items()]
+    fitting = [c for c in candidates if _grows(c[2])]
+    return max(fitting, key=lambda c: c[2][-1] / c[2][0], default=None)
+
+
+def _largest_activation(history: Mapping[str, np.ndarray[Any, Any]], step: int) -> float:
+    labels, values = history[f"step.{step}.labels"].tolist(), history[f"step.{step}.values"]
+    sizes = [float(np.abs(v).max()) for label, v in zip(labels, values, strict=True) if label.startswith("forward|")]
+    finite = [size for size in sizes if math.isfinite(size)]
+    return max(finite, default=math.nan)
+
+
+def _tail(steps: list[int], values: list[float]) -> tuple[list[int], list[float]]:
+    """The longest end of a series in which every value is larger than the one before."""
+    start = len(values)
+    while start > 0 and math.isfinite(values[start - 1]) and values[start - 1] > 0:
+        if start < len(values) and values[start - 1] >= values[start]:
+            break
+        start -= 1
+    return steps[start:], values[start:]
+
+
+def _grows(values: list[float]) -> bool:
+    if len(values) <= MIN_STEPS:
+        return False
+    total = values[-1] / values[0]
+    return total >= MIN_TOTAL and bool(total ** (1 / (len(values) - 1)) >= MIN_FACTOR)

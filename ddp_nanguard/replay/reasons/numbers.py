@@ -1,0 +1,164 @@
+"""Too large, too few, all masked: overflow, empty reductions, softmax over nothing."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_nanguard.replay.events import Event, quick_kind
+
+from .facts import Facts, Reason, all_at_hits, at, hits, listed, operand
+
+_SOFTMAX = {"_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax"}
+_GROWS = {
+    "exp", "exp2", "expm1", "pow", "mul", "add", "sub", "sum", "mean", "mm", "bmm", "addmm", "baddbmm", "convolution",
+    "sinh", "cosh", "cumsum", "prod", "cumprod", "dot", "mv", "square", "linalg_vector_norm", "div", "_to_copy", "copy",
+}  # fmt: skip
+
+
+def masked_row(facts: Facts) -> Reason | None:
+    """A softmax over a row in which every score is -inf."""
+    for event in facts.path:
+        if event.made is None or event.kind != "nan":
+            continue
+        rows = _masked_rows(event)
+        if rows:
+            return Reason("masked row", f"every score of a softmax row is -inf in {at(event)}", _masked(rows, facts))
+    return None
+
+
+def _masked(rows: list[Any], facts: Facts) -> tuple[str, ...]:
+    birth = facts.birth
+    made = f"-inf made by {birth.operator} at {birth.line.place()}" if birth is not None and birth.line else ""
+    told = f"rows without any score: {listed(rows)}"
+    return (told, made) if made and birth is not None and birth.kind == "-inf" else (told,)
+
+
+def _masked_rows(event: Event) -> list[Any]:
+    """Indices, without the softmax dim, of the rows that are all -inf and NaN afterwards."""
+    scores, mask = operand(event, 0), hits(event)
+    if not isinstance(scores, Tensor) or mask is None or scores.shape != mask.shape or not scores.dim():
+        return []
+    if event.base in _SOFTMAX:
+        dim = operand(event, 1)
+    elif event.base == "sub" and all_at_hits(operand(event, 1), mask, torch.isneginf):  # x - x.max()
+        dim = -1
+    else:
+        return []
+    rows = torch.isneginf(scores).all(dim, keepdim=True)
+    if not isinstance(dim, int) or not bool((rows | ~mask).all()):
+        return []
+    found = rows.squeeze(dim).nonzero().tolist()
+    return [index[0] if len(index) == 1 else tuple(index) for index in found]
+
+
+def empty_reduction(facts: Facts) -> Reason | None:
+    """A mean over nothing, a variance of one value, a loss whose labels are all ignored."""
+    birth = facts.birth
+    if birth is None or birth.made is None or birth.kind != "nan":
+        return None
+    value = operand(birth, 0)
+    if birth.base == "mean" and isinstance(value, Tensor) and value.numel() == 0:
+        return Reason("empty reduction", f"mean over nothing in {at(birth)}", (f"shape {tuple(value.shape)}",))
+    if birth.base in {"var", "std", "var_mean", "std_mean"}:
+        return _one_value(birth)
+    return _all_ignored(birth) if birth.base.startswith("nll_loss") else None
+
+
+def _one_value(birth: Event) -> Reason | None:
+    assert birth.made is not None
+    value, output = birth.made.args[0], birth.made.output
+    count = value.numel() // max(output.numel(), 1)
+    correction = birth.made.kwargs.get("correction", 1)
+    if correction is None or count > correction:
+        return None
+    text = f"{birth.base} over {count} value{'s' if count != 1 else ''} in {at(birth)}"
+    return Reason("empty reduction", text, (f"shape {tuple(value.shape)}, correction {correction}",))
+
+
+def _all_ignored(birth: Event) -> Reason | None:
+    target, weight, ignored = operand(birth, 1), operand(birth, 2), operand(birth, 4)
+    if not isinstance(target, Tensor):
+        return None
+    if bool((target == ignored).all()):
+        text = f"all labels are ignored in {at(birth)}: the mean is over nothing"
+        return Reason("empty reduction", text, (f"{target.numel()} labels, every one {ignored}",))
+    if isinstance(weight, Tensor) and bool((weight[target[target != ignored]] == 0).all()):
+        text = f"every label of the batch has weight 0 in {at(birth)}: the mean is over nothing"
+        return Reason("empty reduction", text)
+    return None
+
+
+# -- overflow
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def overflow(facts: Facts) -> Reason | None:
+    """Finite numbers whose result the dtype cannot hold; the operator is computed again in wider ones."""
+    birth = facts.birth
+    if birth is None or not is_overflow(birth) or birth.output is None:
+        return None
+    dtype = birth.output.dtype
+    answers = [(name, _again(birth, wider)) for name, wider in _wider(dtype)]
+    stays = next(((name, largest) for name, largest in answers if largest is not None), None)
+    largest = max((abs(v) for o in birth.inputs for v in (o.minimum, o.maximum) if v is not None), default=0.0)
+    evidence = [f"largest number that went in: {largest:.4g}"]
+    limit = f"{dtype} ends at {torch.finfo(getattr(torch, dtype)).max:.4g}"
+    if stays is not None:
+        evidence.append(f"in {stays[0]} the same operator stays finite: {stays[1]:.4g}; {limit}")
+        verdict = f"it stays finite in {stays[0]}"
+    else:
+        verdict = "it overflows in float64 too"
+        evidence.append(limit)
+    return Reason("overflow", f"{dtype} overflow in {at(birth)}: {verdict}", tuple(evidence))
+
+
+def is_overflow(event: Event) -> bool:
+    """Whether finite inputs gave a number too large for the dtype, which was tried in float64."""
+    if event.made is None or event.category != "birth" or any(o.kind is not None for o in event.inputs):
+        return False
+    stays_finite = _again(event, torch.float64) is not None
+    largest = max((abs(v) for o in event.inputs for v in (o.minimum, o.maximum) if v is not None), default=0.0)
+    if event.kind == "nan":  # inside a fused kernel, if anything
+        dtype = event.made.output.dtype
+        return stays_finite and dtype.is_floating_point and largest >= math.sqrt(torch.finfo(dtype).max)
+    return stays_finite or (event.base in _GROWS and largest > 1 and not _divides_by_zero(event))
+
+
+def _divides_by_zero(event: Event) -> bool:
+    mask, divisor = hits(event), operand(event, 1)
+    return event.base == "div" and mask is not None and all_at_hits(divisor, mask, lambda x: x == 0)
+
+
+def _wider(dtype: str) -> list[tuple[str, torch.dtype]]:
+    known = [("float32", torch.float32), ("float64", torch.float64)]
+    narrow = getattr(torch, dtype, None)
+    if dtype in ("float16", "bfloat16") or (isinstance(narrow, torch.dtype) and narrow.itemsize == 1):
+        return known
+    return known[1:]
+
+
+def _again(event: Event, dtype: torch.dtype) -> float | None:
+    """The largest absolute value of the operator's output in another dtype, None where it is not finite there."""
+    assert event.made is not None
+    made = event.made
+    kwargs = {key: dtype if isinstance(v, torch.dtype) else _cast(v, dtype) for key, v in made.kwargs.items()}
+    try:
+        output = made.function(*(_cast(value, dtype) for value in made.args), **kwargs)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError):
+        return None
+    output = output[0] if isinstance(output, (tuple, list)) else output
+    if not isinstance(output, Tensor) or output.dtype != dtype or quick_kind(output) is not None:
+        return None
+    return output.abs().max().item() if output.numel() else 0.0
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value.clone()
+    if isinstance(value, torch.dtype) and value.is_floating_point:
+        return dtype
+    return type(value)(_cast(item, dtype) for item in value) if type(value) in (list, tuple) else value

@@ -1,0 +1,123 @@
+"""One rank's step, to be run as often as wanted: each time from freshly built parts."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddp_nanguard.dump.read import Dump, open_dump
+from ddp_nanguard.window import MicroBatch
+
+from .outcome import Result, cannot, compare, first_own_site, why_not
+from .rebuild import Rebuilt, apply_settings, rebuild
+from .recipe import Recipe, load_recipe
+from .rerun import Rerun, rerun
+from .run import _device, _recipe, _unbuilt, _what_needs_peers, culprit
+
+Change = Callable[[Rebuilt, list[MicroBatch]], "contextlib.AbstractContextManager[Any]"]
+
+
+@dataclass
+class Session:
+    """A rank of a dump, ready to be replayed alone.
+
+    Attributes:
+        dump: the dump.
+        rank: whose step.
+        device: where it runs.
+        recipe_name: None for the one that the dump names.
+        obstacle: the outcome where no replay can answer; `run` must not be called then.
+    """
+
+    dump: Dump
+    rank: int
+    device: torch.device
+    recipe_name: str | None
+    obstacle: Result | None = None
+    _first: Recipe | None = None
+
+    def recipe(self) -> Recipe:
+        """The user's recipe, called again each time: a run changes the model."""
+        if self._first is not None:
+            recipe, self._first = self._first, None
+            return recipe
+        name = self.recipe_name or self.dump.manifest["recipe"]
+        return load_recipe(name, self.dump.manifest["run"].get("recipe_directory"))
+
+    def window(self, recipe: Recipe) -> list[MicroBatch]:
+        """The recorded micro-batches."""
+        return self.dump.window(self.rank, types=dict(recipe.batch_types), device=self.device)
+
+    def run(
+        self,
+        step: Callable[[Any], Any] | None = None,
+        around: Change | None = None,
+        keep: Callable[[list[MicroBatch]], list[MicroBatch]] | None = None,
+    ) -> Rerun:
+        """The step once more.
+
+        Args:
+            step: makes the recipe's step into another one.
+            around: context in which the step runs, made from what it runs with.
+            keep: makes the recorded window into a smaller one.
+        """
+        recipe = self.recipe()
+        if step is not None:
+            recipe = replace(recipe, step=step(recipe.step))
+        window = self.window(recipe) if keep is None else keep(self.window(recipe))
+        apply_settings(self.dump)
+        rebuilt = rebuild(self.dump, self.rank, recipe, self.device, alone=True)
+        with contextlib.nullcontext() if around is None else around(rebuilt, window):
+            return rerun(rebuilt, window, alone=True)
+
+    def plain(self) -> Result:
+        """The replay as it ran in training, compared with the record."""
+        if self.obstacle is not None:
+            return self.obstacle
+        recipe = self.recipe()
+        window = self.window(recipe)
+        self._first = recipe
+        return compare(self.dump, self.rank, window, self.run(), alone=True)
+
+
+def open_session(paths: Sequence[str], rank: int | None, recipe_name: str | None, device: str | None) -> Session:
+    """Open a dump for replays of one rank.
+
+    Raises:
+        DumpError: the dump, the rank or the recipe cannot be used.
+    """
+    dump = open_dump(paths)
+    chosen = rank if rank is not None else culprit(dump)
+    session = Session(dump, chosen, _device(device), recipe_name)
+    reason = why_not(dump, alone=True)
+    if reason is None:
+        session._first = _recipe(dump, recipe_name)
+        apply_settings(dump)
+        reason = _what_needs_peers(dump, session._first) or _unbuilt(session.window(session._first))
+    if reason is not None:
+        session.obstacle = cannot(chosen, first_own_site(dump, chosen, alone=True), reason)
+    return session
+
+
+@contextlib.contextmanager
+def eager() -> Iterator[None]:
+    """Code that is compiled by torch.compile runs as it is written."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled then, and the import costs seconds
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether a part of a model is compiled by torch.compile."""
+    return any(
+        getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
+        for module in model.modules()
+    )
