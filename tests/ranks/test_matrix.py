@@ -110,6 +110,16 @@ def test_no_weight_has_changed(cell: Cell, launch: Launch) -> None:
 
 
 @each_kept_cell
+def test_the_buffers_are_those_from_before_the_step(cell: Cell, launch: Launch) -> None:
+    """Those of DDP's other ranks are rank 0's, which the step's first forward has broadcast."""
+    for rank, record in enumerate(launch(cell).records):
+        source = launch(cell).records[0] if cell.wrapper == "ddp" else record
+        before = {name: v for name, v in source.before[cell.fault.step].items() if name.startswith("buffer ")}
+        assert before, rank
+        assert {name: record.after.get(name) for name in before} == before
+
+
+@each_kept_cell
 def test_the_dump_holds_the_window(cell: Cell, launch: Launch) -> None:
     ran = launch(cell)
     assert ran.dump.ranks == list(range(cell.world_size))

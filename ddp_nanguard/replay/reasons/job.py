@@ -14,8 +14,10 @@ from ddp_nanguard.site import Phase, Site
 from .facts import WORDS, Facts, Reason, at, listed
 from .numbers import is_overflow
 
-MIN_STEPS = 4
+MIN_VALUES = 4
 MIN_TOTAL = 10.0
+MIN_TOTAL_UNTRACED = 1000.0
+"""Where no operator is known to have overflowed, growth must speak for itself."""
 MIN_FACTOR = 1.2
 
 
@@ -121,6 +123,8 @@ def growth(facts: Facts) -> Reason | None:
         return None
     rank = origin.rank if origin.rank in found else min(found)
     name, steps, values = found[rank]
+    if facts.birth is None and values[-1] / values[0] < MIN_TOTAL_UNTRACED:
+        return None
     factor = (values[-1] / values[0]) ** (1 / (len(values) - 1))
     where = "on every rank" if len(found) == len(facts.histories) else f"on ranks {listed(sorted(found))}"
     sentence = f"growth: {name} grew by a factor of {factor:.2f} per step since step {steps[0]}, {where}"
@@ -158,7 +162,7 @@ def _tail(steps: list[int], values: list[float]) -> tuple[list[int], list[float]
 
 
 def _grows(values: list[float]) -> bool:
-    if len(values) <= MIN_STEPS:
+    if len(values) < MIN_VALUES:
         return False
     total = values[-1] / values[0]
     return total >= MIN_TOTAL and bool(total ** (1 / (len(values) - 1)) >= MIN_FACTOR)
