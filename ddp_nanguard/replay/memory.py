@@ -25,6 +25,11 @@ def storage_of(tensor: Tensor) -> Any:
         return None
 
 
+def weak_reference(storage: Any) -> Any:
+    """Keeps the address of a storage from being used for another one, and not its memory."""
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # torch's own
+
+
 class Memory:
     """Memory by the storage's address. A weak reference keeps an address from being used for another storage."""
 
@@ -46,13 +51,13 @@ class Memory:
     def wrote(self, event: Event, tensor: Tensor) -> None:
         """An operator left a non-finite value there."""
         storage = storage_of(tensor)
-        self._writers[key_of(tensor)] = (event, tensor if storage is None else StorageWeakRef(storage))
+        self._writers[key_of(tensor)] = (event, tensor if storage is None else weak_reference(storage))
 
     def left_empty(self, tensor: Tensor, name: str) -> None:
         """Memory that nobody has written yet."""
         storage = storage_of(tensor)
         if storage is not None:
-            self._made_empty[key_of(tensor)] = (name, StorageWeakRef(storage))
+            self._made_empty[key_of(tensor)] = (name, weak_reference(storage))
 
     def writer(self, tensor: Tensor) -> Event | None:
         """The last operator that left a non-finite value there."""

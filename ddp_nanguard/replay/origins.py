@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from .lines import Line, Spot
-from .memory import key_of, storage_of
+from .memory import key_of, storage_of, weak_reference
 from .operators import Operator, tensors_of
 
 _REDUCTIONS = {
@@ -71,7 +70,7 @@ class Origins:
     def _keep(self, tensor: Tensor, origin: Origin) -> None:
         storage = storage_of(tensor)
         if storage is not None:
-            self._found[key_of(tensor)] = (origin, StorageWeakRef(storage))
+            self._found[key_of(tensor)] = (origin, weak_reference(storage))
 
 
 def _dims(args: tuple[Any, ...], num_dims: int) -> tuple[int, ...] | None:

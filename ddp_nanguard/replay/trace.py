@@ -47,7 +47,7 @@ class Node:
         self.operator = operator
 
 
-class Trace(TorchDispatchMode):
+class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """Dispatch mode for one step.
 
     Attributes:
@@ -60,7 +60,7 @@ class Trace(TorchDispatchMode):
     """
 
     def __init__(self, modules: ModuleStack) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.events: list[Event] = []
         self.num_operators = 0
         self.was_compiled = False

@@ -44,7 +44,8 @@ def explanation_text(found: Diagnosis) -> str:
     if found.obstacle:
         return text + _line("based on", f"the report and the history alone: {found.obstacle}") + "\n"
     if found.outcome is not None:
-        text += _line("based on", f"a trace of rank {found.outcome.rank}'s step; its replay: {found.outcome.reason}") + "\n"
+        based_on = f"a trace of rank {found.outcome.rank}'s step; its replay: {found.outcome.reason}"
+        text += _line("based on", based_on) + "\n"
     return text
 
 

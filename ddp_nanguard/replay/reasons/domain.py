@@ -30,7 +30,10 @@ _EDGES: dict[str, list[tuple[str, Test]]] = {
     "atanh": [("atanh of 1 or -1", lambda x: x.abs() == 1), ("atanh outside of -1 .. 1", lambda x: x.abs() > 1)],
     "acosh": [("acosh below 1", lambda x: x < 1)],
     "erfinv": [("erfinv of 1 or -1", lambda x: x.abs() == 1), ("erfinv outside of -1 .. 1", lambda x: x.abs() > 1)],
-    "logit": [("logit of 0 or 1", lambda x: (x == 0) | (x == 1)), ("logit outside of 0 .. 1", lambda x: (x < 0) | (x > 1))],
+    "logit": [
+        ("logit of 0 or 1", lambda x: (x == 0) | (x == 1)),
+        ("logit outside of 0 .. 1", lambda x: (x < 0) | (x > 1)),
+    ],
 }  # fmt: skip
 
 _DERIVATIVES = {

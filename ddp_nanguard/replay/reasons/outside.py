@@ -21,7 +21,10 @@ def state_bad(facts: Facts) -> Reason | None:
         if not names:
             return None
         inputs = {o.name: o for o in birth.inputs if o.name in names}
-        counts = [f"{n}: {o.num_nan} NaN, {o.num_inf} +Inf, {o.num_neg_inf} -Inf of {o.numel}" for n, o in inputs.items()]
+        counts = [
+            f"{name}: {o.num_nan} NaN, {o.num_inf} +Inf, {o.num_neg_inf} -Inf of {o.numel}"
+            for name, o in inputs.items()
+        ]
         kind = WORDS[birth.kind] if not inputs else WORDS[next(iter(inputs.values())).kind or birth.kind]
     elif origin is not None and origin.phase is Phase.STATE and origin.taken_in is None:
         names, kind, counts = [origin.slot], WORDS[origin.kind], []
@@ -61,7 +64,8 @@ def bad_input(facts: Facts) -> Reason | None:
     place = f"{names[0]}[{', '.join(map(str, first))}]" if first else names[0]
     samples = f", sample{'s' if len(rows) > 1 else ''} {listed(rows)}" if rows else ""
     evidence = [f"{int(bad.sum())} of {bad.numel()} elements, first {place}", f"first taken in by {at(birth)}"]
-    return Reason("bad input", f"{names[0]} holds {kind}{samples}", tuple(evidence + _ids(traced.batch, rows, names[0])))
+    evidence += _ids(traced.batch, rows, names[0])
+    return Reason("bad input", f"{names[0]} holds {kind}{samples}", tuple(evidence))
 
 
 def _rows(bad: Tensor, size: int | None) -> list[int]:
