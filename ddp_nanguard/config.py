@@ -120,8 +120,14 @@ class GuardConfig:
         return json.loads(json.dumps(dataclasses.asdict(self)))  # type: ignore[no-any-return]  # tuples become lists
 
 
-RESERVED_ENVIRONMENT = frozenset({ENV_PREFIX + "INJECT"})
+ENV_INJECT = ENV_PREFIX + "INJECT"
+RESERVED_ENVIRONMENT = frozenset({ENV_INJECT})
 """Variables with the prefix that are no options."""
+
+
+def injection_text() -> str | None:
+    """What ``NANGUARD_INJECT`` says, None where it is not set or empty; `ddp_nanguard.testing` reads it."""
+    return os.environ.get(ENV_INJECT) or None
 
 
 def _annotation(cls: type, name: str) -> Any:

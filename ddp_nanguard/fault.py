@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from . import testing
 from .blame import Damage, Finding, Habit, LossNote, RankedSite, StepView, habits, local_sites
 from .board import Reading, Region, is_clean
 from .parts import Parts
@@ -66,7 +67,7 @@ def report_of(parts: Parts, view: LocalView, step: int, cause: str) -> FaultRepo
     view.sites, view.habits = local_sites(blame), blame.habits
     reduced_bad = any(ranked.site.phase is Phase.REDUCE for ranked in view.sites)
     local = LocalFault(view.sites, view.damage.lasting(), reduced_bad, unchecked(parts))
-    notes: list[str] = []
+    notes = testing.notes(parts)
     try:
         shared = (parts.peers.alone() if parts.peers.lost else parts.peers).share(local, step)
     except RuntimeError:
@@ -151,8 +152,7 @@ def _cause_of(parts: Parts, origin: Site | None) -> str:
             return "unknown"
 
 
-# -- rescans
-# ------------------------------------------------------------------------------------------------------------------
+# -- rescans ---------------------------------------------------------------------------------------------------------
 
 
 def _damage(parts: Parts, readings: list[Reading]) -> Damage:
@@ -287,8 +287,7 @@ def step_view(parts: Parts, view: LocalView, step: int) -> StepView:
     )
 
 
-# -- slots by name, for the dump and for comparing a replay
-# ---------------------------------------------------------------------
+# -- slots by name, for the dump and for comparing a replay ----------------------------------------------------------
 
 
 def labelled_slots(readings: list[Reading]) -> list[tuple[str, float, float]]:

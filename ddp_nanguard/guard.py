@@ -10,25 +10,22 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from . import testing
 from .blame import LossNote
-from .board import Board, Region
-from .config import GuardConfig
+from .board import Region
 from .ending import Distress, leave, unwatch_exit, watch_exit
 from .errors import NonFiniteError
-from .hooks import Hook
+from .loop import AfterStepHook, BeforeStepHook, EntryHook, Steps, named_losses
 from .message import log_line
-from .parts import Parts, build_parts
+from .parts import build_parts
 from .policy import FaultPolicy
-from .scaler import WatchedScaler
-from .scan import tensors_in
 from .verdict import Severities, Severity
 
 _log = logging.getLogger(__name__)
@@ -83,13 +80,13 @@ class NanGuard:
         self._batch: Any = None
         self._has_batch = False
         self._last_update_judged = True
-        self._warned_of_open_window = False
         self._handles: list[Any] = []
         if parts.config.enabled:
             self._attach()
+        else:
+            testing.warn_of_disabled()
 
-    # -- what the loop calls
-    # -----------------------------------------------------------------------------------------------
+    # -- what the loop calls -----------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model. Without grad mode the hooks come off first, so that no layer chooses another kernel."""
@@ -116,7 +113,7 @@ class NanGuard:
         """Look at losses. A dict names each term, None is ignored; no host read, no collective."""
         if not self._is_watching() or not torch.is_grad_enabled():
             return
-        for name, value in _named_losses(losses):
+        for name, value in named_losses(losses):
             self._watch_loss(name, value)
 
     def check(self) -> bool:
@@ -160,22 +157,20 @@ class NanGuard:
             self._unhook()
             error.__dict__["_guard"] = _Keeper(self)  # uncaught, it still needs the evidence; caught, it lets go of it
 
-    # -- one step, in order
-    # ----------------------------------------------------------------------------------------------------
+    # -- one step, in order ------------------------------------------------------------------------------------------
 
-    def _begin_micro_batch(self, batch: Any) -> None:
-        """1. The loader has produced an item."""
-        self._batch, self._has_batch = batch, True
-        self._open_micro_batch(batch)
+    def _begin_micro_batch(self, batch: Any) -> Any:
+        """1. The loader has produced an item. The same, unless a fault is planted in it (`testing`)."""
+        self._batch, self._has_batch = testing.spoilt_batch(self, self._parts, batch), True
+        self._open_micro_batch(self._batch)
+        return self._batch
 
     def _open_micro_batch(self, batch: Any) -> None:
         parts = self._parts
         micro_batch = parts.window.begin_micro_batch(batch)
         parts.forward.begin_micro_batch(micro_batch.index)
         is_only = micro_batch.index == 0 or parts.backward.ran
-        parts.gradient.micro_batch = (
-            micro_batch.index if is_only else None
-        )  # one backward for several: which is unknown
+        parts.gradient.micro_batch = micro_batch.index if is_only else None  # one backward for several: not known
         parts.backward.ran = False
 
     def _before_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -219,6 +214,7 @@ class NanGuard:
         if not parts.window.micro_batches:
             self._open_micro_batch(self._batch if self._has_batch else None)
         micro_batch = parts.window.micro_batches[-1]
+        testing.spoil_loss(parts, micro_batch.index, value)
         micro_batch.losses[name] = value.detach()
         if "loss" in self._config.watch:
             parts.board.reduce(Region.LOSS, value, LossNote(name, micro_batch.index))
@@ -299,8 +295,10 @@ class NanGuard:
             return Severity.FAULT
         return Severity.CLEAN
 
-    # -- on and off
-    # ---------------------------------------------------------------------------------------------------------------
+    # -- on and off --------------------------------------------------------------------------------------------------
+
+    def _has_open_window(self) -> bool:
+        return bool(self._parts.window.micro_batches)
 
     def _is_watching(self) -> bool:
         return self._config.enabled and not self._closed
@@ -313,11 +311,12 @@ class NanGuard:
         parts.backward.on_end = self._after_backward
         parts.forward.on_root = self._before_root
         parts.forward.on_idle = parts.disarm
-        self._handles.append(parts.wrapper.model.register_forward_pre_hook(_Entry(self), with_kwargs=True))
+        self._handles.append(parts.wrapper.model.register_forward_pre_hook(EntryHook(self), with_kwargs=True))
         parts.arm()  # after the entry hook, which on a plain module has to run before the root's own
         for optimizer in parts.optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(_StepPre(self)))
-            self._handles.append(optimizer.register_step_post_hook(_StepPost(self)))
+            self._handles.append(optimizer.register_step_pre_hook(BeforeStepHook(self)))
+            self._handles.append(optimizer.register_step_post_hook(AfterStepHook(self)))
+        self._handles += testing.begin(self, parts)
         watch_exit(self)
         self._distress = (
             Distress(parts.name, parts.peers.rank, parts.peers.world_size, self._config.timeout_s, self._called_by_peer)
@@ -393,113 +392,3 @@ class _Keeper:
 
     def __del__(self) -> None:
         self._guard._detach()
-
-
-class Steps:
-    """A loader whose items begin micro-batches."""
-
-    def __init__(self, loader: Iterable[Any], guard: NanGuard) -> None:
-        self._loader = loader
-        self._guard = guard
-
-    def __iter__(self) -> Iterator[Any]:
-        self._warn_of_open_window()
-        for batch in self._loader:
-            if self._guard._is_watching():
-                self._guard._begin_micro_batch(batch)
-            yield batch
-
-    def __len__(self) -> int:
-        if not isinstance(self._loader, Sized):
-            raise TypeError(f"the loader, a {type(self._loader).__name__}, has no length")
-        return len(self._loader)
-
-    def _warn_of_open_window(self) -> None:
-        if (
-            self._guard._is_watching()
-            and self._guard._parts.window.micro_batches
-            and not self._guard._warned_of_open_window
-        ):
-            self._guard._warned_of_open_window = True
-            _log.warning(
-                "a window was still open when the loader began again: it goes on, and its micro-batches count on"
-            )
-
-
-class _Entry(Hook):
-    """Before the model, wrapper included."""
-
-    def __init__(self, guard: NanGuard) -> None:
-        super().__init__(guard)
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        guard = self.target()
-        if guard is not None and not torch.compiler.is_compiling():
-            guard._before_model(args, kwargs)
-
-
-class _StepPre(Hook):
-    """Before ``optimizer.step``; a closure is wrapped, so that the verdict falls when it has returned."""
-
-    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        guard = self.target()
-        if guard is None:
-            return None
-        if guard._is_inside_scaler():
-            guard._keep_gradients(optimizer)
-            return None
-        closure = _closure_of(args, kwargs)
-        if closure is None:
-            guard._before_update(optimizer)
-            guard._keep_gradients(optimizer)
-            return None
-        wrapped = _JudgedClosure(guard, optimizer, closure)
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": wrapped}
-        return (args[0], wrapped, *args[2:]), kwargs
-
-
-class _StepPost(Hook):
-    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        guard = self.target()
-        if guard is not None:
-            guard._after_update(optimizer)
-
-
-class _JudgedClosure:
-    def __init__(self, guard: NanGuard, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> None:
-        self._guard = weakref.ref(guard)
-        self._optimizer = optimizer
-        self._closure = closure
-
-    def __call__(self) -> Any:
-        result = self._closure()
-        guard = self._guard()
-        if guard is not None:
-            guard._before_update(self._optimizer)
-            guard._keep_gradients(self._optimizer)
-        return result
-
-
-def _closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-    """The closure given to ``step``; the optimizer itself comes first in ``args``."""
-    closure: Callable[[], Any] | None = (
-        kwargs["closure"] if "closure" in kwargs else (args[1] if len(args) > 1 else None)
-    )
-    return closure
-
-
-def _named_losses(losses: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    for name, value in losses.items():
-        if isinstance(value, dict):
-            yield from _named_losses({f"{name}.{key}": item for key, item in value.items()})
-        elif isinstance(value, (int, float, np.number)):
-            yield name, torch.tensor(float(value), dtype=torch.float64, device="cpu")
-        elif isinstance(value, np.ndarray):
-            yield name, torch.as_tensor(value)
-        elif value is not None:
-            for index, tensor in enumerate(tensors_in(value)):
-                yield (name if index == 0 else f"{name}[{index}]"), tensor
-
-
-__all__ = ["Board", "GuardConfig", "NanGuard", "Parts", "Steps", "WatchedScaler"]

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
 import logging
-import os
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -15,23 +11,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 
 from .blame import Habit
 from .board import Board
 from .config import GuardConfig
+from .given import Given, checked, guarded, require_fitting_group
 from .probes.backward import BackwardProbe
 from .probes.calls import Call
 from .probes.forward import ForwardProbe
 from .probes.gradient import GradientProbe
 from .probes.state import StateProbe
-from .scaler import BeforeStep, WatchedScaler, require_fitting_scaler
+from .scaler import BeforeStep, WatchedScaler
+from .testing import Plan, compared, planned
 from .verdict import Peers
 from .window import Previous, Window
-from .wrappers import GradientWatch, Wrapper, is_compiled, wrapper_of
+from .wrappers import GradientWatch, Wrapper, is_compiled
 
 _log = logging.getLogger(__name__)
-_guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 @dataclass
@@ -60,6 +56,7 @@ class Parts:
     known_habits: frozenset[Habit] = frozenset()
     let_through: int | None = None
     reduced_in: set[int] = field(default_factory=set)
+    injection: Plan | None = None
     is_compiled: bool = False
     armed: bool = False
     saw_initial_buffers: bool = False
@@ -160,7 +157,7 @@ class Parts:
         self.backward.close()
         if self.scaler is not None:
             self.scaler.close()
-        _guarded.discard(self.wrapper.root)
+        guarded.discard(self.wrapper.root)
 
     def close(self) -> None:
         """Nothing is held any more."""
@@ -175,19 +172,7 @@ def is_ignored(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-# -- putting it together
-# ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Given:
-    """What the user gave, checked on this rank."""
-
-    config: GuardConfig
-    wrapper: Wrapper
-    optimizers: list[torch.optim.Optimizer]
-    scaler: GradScaler | None
-    recipe_directory: str | None
+# -- putting it together ---------------------------------------------------------------------------------------------
 
 
 def build_parts(
@@ -206,7 +191,7 @@ def build_parts(
 
     Collective: a gloo group is made; problems and options are compared on it.
     """
-    given: _Given | None = None
+    given: Given | None = None
     problem: str | None = None
     given_group: Any = group
     if given_group is dist.GroupMember.NON_GROUP_MEMBER:
@@ -214,9 +199,9 @@ def build_parts(
     if group is not None and not isinstance(group, dist.ProcessGroup):
         problem = f"option group={group!r} is a {type(group).__name__}; give a torch.distributed process group"
         group = None
-    _require_fitting_group(group, model)  # raised on this rank alone: over the wrong ranks there is nobody to tell
+    require_fitting_group(group, model)  # raised on this rank alone: over the wrong ranks there is nobody to tell
     try:
-        given = _checked(model, optimizer, scaler, replay, options) if problem is None else None
+        given = checked(model, optimizer, scaler, replay, options) if problem is None else None
     except ValueError as error:
         problem = str(error)
     except Exception as error:  # on one rank alone it would leave the others waiting
@@ -225,120 +210,16 @@ def build_parts(
     peers = Peers(group, given.config.timeout_s if given is not None else 60.0, device)
     peers.require_no_problem(problem)
     assert given is not None
-    peers.require_equal_options(given.config.to_dict())
+    peers.require_equal_options({**given.config.to_dict(), **compared()})
+    injection = planned(given.wrapper, peers) if given.config.enabled else None
     peers.bound_waiting()
     if given.config.enabled:
-        _guarded.add(given.wrapper.root)
+        guarded.add(given.wrapper.root)
     else:
         peers.close()
-    return _composed(given, peers, replay, device, before_scaler_step)
-
-
-def _checked(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
-    scaler: object,
-    replay: str | None,
-    options: dict[str, Any],
-) -> _Given:
-    config = GuardConfig.from_code_and_environment(options)
-    wrapper = wrapper_of(model)
-    _require_materialised(model)
-    if wrapper.root in _guarded:
-        raise ValueError(f"model {type(model).__name__} has a guard already; close() that one, or use it")
-    optimizers = _as_list(optimizer)
-    for each in optimizers:
-        _require_fitting_optimizer(each, wrapper)
-    fitting = require_fitting_scaler(scaler, wrapper.kind) if config.enabled else None
-    return _Given(config, wrapper, optimizers, fitting, _recipe_directory(replay))
-
-
-def _require_materialised(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if nn.parameter.is_lazy(parameter):
-            raise ValueError(f"model has a lazy parameter {name!r} without a shape; run one forward before the guard")
-
-
-def _require_fitting_group(group: dist.ProcessGroup | None, model: nn.Module) -> None:
-    if not (dist.is_available() and dist.is_initialized()):
-        return
-    given = dist.get_process_group_ranks(group or dist.group.WORLD)
-    if dist.get_rank() not in given:
-        raise ValueError(
-            f"option group: rank {dist.get_rank()} is not among its ranks {given}; build the guard there only"
-        )
-    own = _ranks_of(model)
-    if own is not None and sorted(own) != sorted(given):
-        raise ValueError(
-            f"option group: the model communicates over ranks {own}, the guard over {given}; "
-            "give the model's own process group as group="
-        )
-
-
-def _ranks_of(model: nn.Module) -> list[int] | None:
-    try:
-        return wrapper_of(model).group_ranks()
-    except ValueError:
-        return None  # said later, on every rank
-
-
-def _as_list(optimizer: object) -> list[torch.optim.Optimizer]:
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return [optimizer]
-    if not isinstance(optimizer, Iterable):
-        raise ValueError(f"optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer, or several of them")
-    optimizers = list(optimizer)
-    if not optimizers or len({id(each) for each in optimizers}) < len(optimizers):
-        found = "empty" if not optimizers else "one optimizer twice"
-        raise ValueError(f"optimizer is {found}; give each optimizer that steps the model once")
-    return optimizers
-
-
-def _require_fitting_optimizer(optimizer: object, wrapper: Wrapper) -> None:
-    name = type(optimizer).__name__
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(f"optimizer is a {name}; give a torch.optim.Optimizer, or several of them")
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ValueError(
-            f"optimizer {name} needs a closure, which it calls several times in one step, so that no single verdict "
-            "can fall before its update; use an optimizer whose step() takes none"
-        )
-    own = {id(parameter) for _, parameter in wrapper.named_parameters()}
-    if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-        raise ValueError(
-            f"optimizer {name} holds no parameter of the model; "
-            "build it from model.parameters() after the model is wrapped"
-        )
-
-
-def _recipe_directory(replay: str | None) -> str | None:
-    """Where the recipe's module lies; the module is not imported."""
-    if replay is None:
-        return None
-    if not isinstance(replay, str):
-        raise ValueError(f'option replay={replay!r} is a {type(replay).__name__}; give "module:function"')
-    module, colon, function = replay.rpartition(":")
-    if not colon or not module or not function.isidentifier():
-        raise ValueError(
-            f'option replay={replay!r} names no recipe; give "module:function" or "path/to/file.py:function"'
-        )
-    if module.endswith(".py"):
-        if not os.path.isfile(module):
-            raise ValueError(
-                f"option replay={replay!r}: there is no file {module}; give a path that exists on every rank"
-            )
-        return os.path.dirname(os.path.abspath(module))
-    top = module.partition(".")[0]
-    try:
-        spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError):
-        spec = None
-    if spec is None:
-        raise ValueError(
-            f"option replay={replay!r}: there is no module {top!r}; give one that can be imported from here"
-        )
-    return os.path.dirname(os.path.abspath(spec.origin)) if spec.origin and os.path.isfile(spec.origin) else None
+    parts = _composed(given, peers, replay, device, before_scaler_step)
+    parts.injection = injection
+    return parts
 
 
 def _device_of(wrapper: Wrapper) -> torch.device:
@@ -348,7 +229,7 @@ def _device_of(wrapper: Wrapper) -> torch.device:
 
 
 def _composed(
-    given: _Given, peers: Peers, recipe: str | None, device: torch.device, before_scaler_step: BeforeStep
+    given: Given, peers: Peers, recipe: str | None, device: torch.device, before_scaler_step: BeforeStep
 ) -> Parts:
     config, wrapper = given.config, given.wrapper
     parameters = wrapper.named_parameters()

@@ -85,8 +85,7 @@ class FaultPolicy:
                 self._remarks.add(text)
                 _log.warning("step %d: %s (%g); this is said once", step, text, reading.maximum)
 
-    # -- overflows of a scaler
-    # ---------------------------------------------------------------------------------------------
+    # -- overflows of a scaler ---------------------------------------------------------------------------------------
 
     def _overflow(self, step: int) -> bool:
         self.num_overflows += 1
@@ -103,8 +102,7 @@ class FaultPolicy:
         with self._busy:
             return self._fault(Severity.FAULT, step, cause=f"scale collapse: {reason}")
 
-    # -- faults
-    # ----------------------------------------------------------------------------------------------------------------
+    # -- faults ------------------------------------------------------------------------------------------------------
 
     def _fault(self, severity: Severity, step: int, cause: str) -> bool:
         view = self.last_view = look(self.parts)
@@ -235,8 +233,7 @@ class FaultPolicy:
             report, dump_path=_as_given(result.path, self.parts.config.dump_dir), notes=(*report.notes, *notes)
         )
 
-    # -- without peers
-    # -------------------------------------------------------------------------------------------------------------
+    # -- without peers -----------------------------------------------------------------------------------------------
 
     def saw_something(self) -> bool:
         """Whether this rank's own slots show a fault. Host sync: many."""

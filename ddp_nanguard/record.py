@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import testing
 from .blame import LossNote
 from .board import Reading, Region
 from .dump.request import DumpRequest
@@ -224,6 +225,7 @@ def _evidence(parts: Parts, view: LocalView, report: FaultReport, moment: Moment
         "frozen": [name for name, p in parts.wrapper.named_parameters() if not p.requires_grad],
         "damaged": view.damage.names(),
         "unchecked": unchecked(parts),
+        "injected": testing.recorded(parts),
         "host": socket.gethostname(),
         "device": _device_text(device),
         "dtypes": {name: _dtype(parameter.dtype) for name, parameter in parts.wrapper.named_parameters()},

@@ -126,8 +126,7 @@ class Peers:
         lone.fault_group = None
         return lone
 
-    # -- the fault round
-    # -------------------------------------------------------------------------------------------------
+    # -- the fault round ---------------------------------------------------------------------------------------------
 
     def any_of(self, *flags: bool) -> list[bool]:
         """Each flag OR-ed over all ranks. Collective: one MAX all-reduce on the fault group."""
@@ -192,8 +191,7 @@ class Peers:
             dist.all_reduce(marks, group=self.fault_group)
         return [[self.ranks[index] for index in row.nonzero().flatten().tolist()] for row in marks]
 
-    # -- at construction, and at the end
-    # -------------------------------------------------------------------------------------
+    # -- at construction, and at the end -----------------------------------------------------------------------------
 
     def require_no_problem(self, problem: str | None) -> None:
         """What does not fit on one rank stops the construction on all.
@@ -299,8 +297,7 @@ def _site_from(text: str) -> Site | None:
         return None
 
 
-# -- severity
-# ------------------------------------------------------------------------------------------------------------------
+# -- severity --------------------------------------------------------------------------------------------------------
 
 
 class Severities:

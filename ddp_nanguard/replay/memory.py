@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -37,16 +38,18 @@ class Memory:
         self._writers: dict[int, tuple[Event, Any]] = {}
         self._names: dict[int, str] = {}
         self._made_empty: dict[int, tuple[str, Any]] = {}
-        self._kept: list[Tensor] = []
+        self._addresses: dict[int, str] = {}
+        self._kept: list[Any] = []
 
     def name(self, tensor: Tensor, name: str) -> None:
         """Memory that was there before the step: a parameter, a buffer, a batch item."""
         self._names[key_of(tensor)] = name
         self._kept.append(tensor)
 
-    def forget_writers(self, tensor: Tensor) -> None:
-        """The memory holds what it is called by again."""
-        self._writers.pop(key_of(tensor), None)
+    def name_address(self, array: np.ndarray[Any, Any], name: str) -> None:
+        """Memory of numpy's, which a tensor may share."""
+        self._addresses[array.ctypes.data] = name
+        self._kept.append(array)
 
     def wrote(self, event: Event, tensor: Tensor) -> None:
         """An operator left a non-finite value there."""
@@ -68,4 +71,8 @@ class Memory:
         """What the memory is called, None where nobody knows."""
         key = key_of(tensor)
         empty = self._made_empty.get(key)
-        return self._names.get(key) or (None if empty is None else empty[0])
+        return self._names.get(key) or (self._name_at(tensor) if empty is None else empty[0])
+
+    def _name_at(self, tensor: Tensor) -> str | None:
+        storage = storage_of(tensor) if self._addresses and tensor.device.type == "cpu" else None
+        return None if storage is None else self._addresses.get(storage.data_ptr())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ class Operator:
         overwrites: what they held does not matter to the result.
         makes_empty: its output holds whatever the memory held.
         is_literal: a number of the user's code becomes a tensor.
+        reads_number: the host reads its input.
         names: of its arguments, by position.
     """
 
@@ -41,6 +42,7 @@ class Operator:
     overwrites: bool
     makes_empty: bool
     is_literal: bool
+    reads_number: bool
     names: tuple[str, ...]
 
 
@@ -69,6 +71,7 @@ def _read(function: Any) -> Operator | None:
         overwrites=is_out or base in _OVERWRITES,
         makes_empty=base in _EMPTY,
         is_literal=base in _LIFTED,
+        reads_number=base == "_local_scalar_dense",
         names=tuple(a.name for a in schema.arguments),
     )
 
@@ -89,6 +92,11 @@ def numbers_of(value: Any) -> Iterator[float]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from numbers_of(item)
+
+
+def kinds_of(numbers: Iterable[float]) -> list[str]:
+    """Their kinds of being non-finite."""
+    return ["nan" if number != number else ("inf" if number > 0 else "-inf") for number in numbers]
 
 
 def named_arguments(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:

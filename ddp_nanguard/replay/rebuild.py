@@ -145,8 +145,7 @@ def _set_modes(dump: Dump, rank: int, wrapper: Wrapper) -> None:
         parameter.requires_grad_(name not in frozen)
 
 
-# -- optimizers
-# ------------------------------------------------------------------------------------------------------------------
+# -- optimizers ------------------------------------------------------------------------------------------------------
 
 
 def _optimizers(dump: Dump, rank: int, recipe: Recipe, wrapper: Wrapper) -> list[torch.optim.Optimizer]:

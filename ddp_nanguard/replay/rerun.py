@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_nanguard import rng
+from ddp_nanguard import rng, testing
 from ddp_nanguard.board import Reading
 from ddp_nanguard.errors import NonFiniteError
 from ddp_nanguard.fault import labelled_slots
@@ -58,9 +58,12 @@ def rerun(rebuilt: Rebuilt, micro_batches: list[MicroBatch], alone: bool) -> Rer
         **options,
     )
     guard._policy.is_quiet = True
+    planted = testing.replant(guard, guard._parts, rebuilt.dump.evidence(rebuilt.rank).get("injected", []))
     guard._parts.known_habits = frozenset(tuple(h) for h in rebuilt.dump.evidence(rebuilt.rank)["habits"])
     try:
-        return _run(guard, rebuilt, micro_batches, alone)
+        again = _run(guard, rebuilt, micro_batches, alone)
+        again.notes += planted
+        return again
     finally:
         guard._detach()
 

@@ -113,8 +113,7 @@ def _unbuilt(window: list[MicroBatch]) -> str | None:
     return None
 
 
-# -- under torchrun
-# ---------------------------------------------------------------------------------------------------------------
+# -- under torchrun --------------------------------------------------------------------------------------------------
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -29,7 +29,7 @@ from .events import MAX_ROWS, SEVERITY, Call, Event, describe, hit_mask, quick_k
 from .lines import Kind, Spot, first_spot, stack_of
 from .memory import Memory
 from .modules import ModuleStack, Place
-from .operators import Operator, Operators, named_arguments, numbers_of, tensors_of
+from .operators import Operator, Operators, kinds_of, named_arguments, numbers_of, tensors_of
 from .origins import Origin, Origins
 
 MAX_KEPT = 64
@@ -76,6 +76,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         self._nodes: dict[int, Node] = {}
         self._last_number = _newest_node()
         self._num_kept = 0
+        self._read: dict[str, Tensor] = {}
 
     def event(self, order: int) -> Event:
         """By its order."""
@@ -101,6 +102,9 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             for tensor in tensors_of(output):
                 self.memory.left_empty(tensor, _empty_name(operator, spot))
             return output
+        if operator.reads_number:
+            self._note_number(output, args[0])
+            return output
         self.origins.note(operator, args, output, spot)
         self._look(function, operator, given, kwargs, output, frame)
         return output
@@ -110,6 +114,12 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         if number > self._last_number:
             self._last_number = number
             self._nodes[number] = Node(spot, self._modules.top(), operator.name)
+
+    def _note_number(self, number: Any, tensor: Tensor) -> None:
+        """The host has read a number; if the code writes it somewhere it is no constant."""
+        kinds = kinds_of(numbers_of(number))
+        if kinds:
+            self._read[kinds[0]] = tensor
 
     def _look(
         self,
@@ -138,8 +148,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         if self.on_event is not None:
             self.on_event(event, frame)
 
-    # -- one event
-    # ---------------------------------------------------------------------------------------------------------------
+    # -- one event ---------------------------------------------------------------------------------------------------
 
     def _event_of(self, operator: Operator, kind: str, given: list[tuple[str, Any, Any]], frame: FrameType) -> Event:
         sources = _sources(operator, given)
@@ -151,9 +160,11 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             event.category = "constant"
         elif SEVERITY[kind] > SEVERITY[worst]:
             event.category = "birth"
-        if event.category != "constant" and worst is not None:
-            bad = [original for (original, _), k in zip(sources, kinds, strict=True) if k == worst]
-            self._follow(event, bad)
+        bad = [original for (original, _), k in zip(sources, kinds, strict=True) if k == worst and worst is not None]
+        if event.category == "constant":
+            bad = [self._read[k] for k in kinds_of(numbers) if k in self._read]
+            event.category = "spread" if bad else "constant"
+        self._follow(event, bad)
         event.roots = self._roots(event, worst)
         self._place(event, frame)
         event.micro_batch = self.micro_batch
@@ -228,8 +239,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     def _name_of(self, tensor: Tensor) -> str | None:
         return self.memory.name_of(tensor)
 
-    # -- from the fault back
-    # -----------------------------------------------------------------------------------------------------
+    # -- from the fault back -----------------------------------------------------------------------------------------
 
     def birth_of(self, event: Event) -> Event:
         """The earliest event that its value began with; one that is no constant where there is any."""
@@ -277,7 +287,7 @@ def _pairs(original: Any, value: Any) -> Iterable[tuple[Tensor, Tensor]]:
 
 
 def _is_as_bad(numbers: list[float], kind: str) -> bool:
-    kinds = ["nan" if number != number else ("inf" if number > 0 else "-inf") for number in numbers]
+    kinds = kinds_of(numbers)
     # times -1 and the like: an infinite number makes either infinity
     return bool(kinds) and (kind != "nan" or "nan" in kinds)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from ddp_nanguard.scan import named_tensors_in, path_text
@@ -138,8 +139,10 @@ class Watcher:
         index = self._window[len(self._seen)].index
         self._seen.append(_Seen(index, batch, size))
         self._trace.micro_batch, self._trace.batch_size = index, size
-        for path, tensor in named_tensors_in(batch):
-            self._trace.memory.name(tensor, f"batch{path_text(path)}")
+        for name, tensor in batch_tensors(batch).items():
+            self._trace.memory.name(tensor, name)
+        for name, array in batch_arrays(batch).items():
+            self._trace.memory.name_address(array, name)
 
     def _look_at_gradients(self) -> None:
         """Who made the bad gradients of the micro-batch that has just ended."""
@@ -159,8 +162,7 @@ class Watcher:
             if writer is not None and quick_kind(parameter) is not None:
                 self._updated.append((name, writer))
 
-    # -- what it showed
-    # ----------------------------------------------------------------------------------------------------------
+    # -- what it showed ----------------------------------------------------------------------------------------------
 
     def result(self, again: Rerun) -> Traced:
         """From the bad loss, else the first bad gradient, else the first bad weight, back to the birth."""
@@ -213,6 +215,31 @@ class Watcher:
 
 
 _WORDS = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}
+
+
+def batch_tensors(batch: Any) -> dict[str, Tensor]:
+    """Tensors of a batch by ``batch[...]``."""
+    return {f"batch{path_text(path)}": tensor for path, tensor in named_tensors_in(batch)}
+
+
+def batch_arrays(batch: Any) -> dict[str, np.ndarray[Any, Any]]:
+    """Floating numpy arrays of a batch by ``batch[...]``."""
+    leaves = {f"batch{path_text(path)}": leaf for path, leaf in batch_leaves(batch)}
+    return {name: leaf for name, leaf in leaves.items() if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fc"}
+
+
+def batch_leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """(path, value) of what is no container, in plain containers."""
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if _is_sequence(value) else None
+    if items is None:
+        yield path, value
+        return
+    for key, item in items:
+        yield from batch_leaves(item, (*path, key))
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, (list, tuple))
 
 
 def batch_size(batch: Any) -> int | None:

@@ -318,6 +318,29 @@ class Wrapper(ABC):
         return local.data_ptr(), local.dtype, tuple(local.shape), tuple(local.stride())
 
 
+class ShardedWrapper(Wrapper):
+    """A wrapper that splits parameters over ranks."""
+
+    @abstractmethod
+    def _position(self) -> tuple[int, int, int]:
+        """Shard index, number of shards, replica index."""
+
+    @property
+    def shard_index(self) -> int:
+        """Rank in the group that parameters are sharded over."""
+        return self._position()[0]
+
+    @property
+    def num_shards(self) -> int:
+        """Size of the group that parameters are sharded over."""
+        return self._position()[1]
+
+    @property
+    def replica_index(self) -> int:
+        """Rank among those that hold the same shard (HSDP), 0 where every shard is there once."""
+        return self._position()[2]
+
+
 def dtensor_pieces(name: str, parameter: torch.Tensor, tensor: torch.Tensor) -> list[Piece]:
     """The local part of a DTensor, or of a plain tensor that lies like the DTensor ``parameter``; none where empty."""
     layout = tensor if isinstance(tensor, DTensor) else parameter

@@ -35,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 from ddp_nanguard.hooks import Hook
 from ddp_nanguard.pieces import Piece
 
-from .base import GradientWatch, OnGradient, Wrapper, dtype_name, dtype_named, join, paths
+from .base import GradientWatch, OnGradient, ShardedWrapper, dtype_name, dtype_named, join, paths
 from .plain import PlainWrapper
 
 _DTYPES = ("param_dtype", "reduce_dtype", "buffer_dtype")
@@ -62,7 +62,7 @@ class Original:
         return tuple(self.flat._shapes[self.index])
 
 
-class FSDP1Wrapper(Wrapper):
+class FSDP1Wrapper(ShardedWrapper):
     """A module whose parameters are flattened and sharded by FSDP1, at the root or only below it."""
 
     kind: ClassVar[str] = "fsdp1"
@@ -77,21 +77,6 @@ class FSDP1Wrapper(Wrapper):
             for module, attribute, original in _places(unit._handle):
                 self._by_module.setdefault(module, {})[attribute] = original
         self._originals, self._original_aliases = self._name_originals()
-
-    @property
-    def shard_index(self) -> int:
-        """Rank in the group that parameters are sharded over."""
-        return self._position()[0]
-
-    @property
-    def num_shards(self) -> int:
-        """Size of the group that parameters are sharded over."""
-        return self._position()[1]
-
-    @property
-    def replica_index(self) -> int:
-        """Rank in the group of ranks that hold the same shard, 0 where every shard is there once."""
-        return self._position()[2]
 
     def aliases(self) -> dict[str, str]:
         """See `Wrapper.aliases`."""

@@ -26,11 +26,11 @@ from torch.utils.hooks import RemovableHandle
 
 from ddp_nanguard.hooks import Hook
 
-from .base import GradientWatch, OnGradient, Wrapper, class_name, dtype_name, dtype_named, join, paths
+from .base import GradientWatch, OnGradient, ShardedWrapper, class_name, dtype_name, dtype_named, join, paths
 from .plain import PlainWrapper
 
 
-class FSDP2Wrapper(Wrapper):
+class FSDP2Wrapper(ShardedWrapper):
     """A module whose parameters are sharded in place by `fully_shard`, at the root or only below it."""
 
     kind: ClassVar[str] = "fsdp2"
@@ -47,21 +47,6 @@ class FSDP2Wrapper(Wrapper):
     def groups(self) -> Iterator[FSDPParamGroup]:
         """Parameters that are gathered and reduced together."""
         return (group for state in self.states for group in state._fsdp_param_groups)
-
-    @property
-    def shard_index(self) -> int:
-        """Coordinate in the mesh dimension that parameters are sharded over."""
-        return self._position()[0]
-
-    @property
-    def num_shards(self) -> int:
-        """Size of the mesh dimension that parameters are sharded over."""
-        return self._position()[1]
-
-    @property
-    def replica_index(self) -> int:
-        """Coordinate in HSDP's replicating mesh dimension, 0 without."""
-        return self._position()[2]
 
     def watch_local_gradients(self, on_gradient: OnGradient) -> GradientWatch:
         """See `Wrapper.watch_local_gradients` and [Note: FSDP2 gradients]."""

@@ -54,6 +54,9 @@ def reason_for(facts: Facts) -> Reason:
     birth = facts.birth
     if birth is None:
         return Reason("unknown", "no rule fits what is known")
+    if birth.outside:
+        sentence = f"{at(birth)} took in a value from before the step that is no parameter, buffer or batch item"
+        return Reason("unknown", sentence)
     return Reason("unknown", f"{birth.operator} made it in {at(birth)}; no rule says why")
 
 

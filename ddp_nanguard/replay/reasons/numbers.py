@@ -158,7 +158,7 @@ def _again(event: Event, dtype: torch.dtype) -> float | None:
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value.clone()
+        return value.to(dtype, copy=True) if value.is_floating_point() else value.clone()
     if isinstance(value, torch.dtype) and value.is_floating_point:
         return dtype
     return type(value)(_cast(item, dtype) for item in value) if type(value) in (list, tuple) else value

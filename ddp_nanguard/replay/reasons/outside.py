@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ddp_nanguard.scan import named_tensors_in, path_text
+from ddp_nanguard.replay.events import Event
+from ddp_nanguard.replay.traced import batch_arrays, batch_leaves, batch_tensors
+from ddp_nanguard.scan import path_text
 from ddp_nanguard.site import Phase
 
 from .facts import WORDS, Facts, Reason, at, listed
@@ -17,7 +20,7 @@ def state_bad(facts: Facts) -> Reason | None:
     """A parameter, buffer or optimizer state was non-finite before the step."""
     birth, report, origin = facts.birth, facts.report, facts.origin
     if birth is not None:
-        names = [name for name in birth.outside if name and not _is_other(name)]
+        names = [] if _is_mask(birth) else [name for name in birth.outside if name and not _is_other(name)]
         if not names:
             return None
         inputs = {o.name: o for o in birth.inputs if o.name in names}
@@ -36,6 +39,12 @@ def state_bad(facts: Facts) -> Reason | None:
     return Reason("state", f"{listed(names)} held {kind} {when}", tuple(evidence))
 
 
+def _is_mask(birth: Event) -> bool:
+    """Whether what came from outside is only -inf, which is legal, and the operator made more of it."""
+    from_outside = [o.kind for o in birth.inputs if o.name in birth.outside or (o.name is None and o.kind)]
+    return birth.category == "birth" and all(kind in (None, "-inf") for kind in from_outside)
+
+
 def _is_other(name: str) -> bool:
     return is_batch(name) or name.startswith("uninitialised memory")
 
@@ -48,10 +57,11 @@ def is_batch(name: str) -> bool:
 def bad_input(facts: Facts) -> Reason | None:
     """The batch held a non-finite value that the fault comes from."""
     birth, traced = facts.birth, facts.traced
-    if birth is None or traced is None:
+    if birth is None or traced is None or _is_mask(birth):
         return None
     names = [name for name in birth.outside if is_batch(name)]
-    named = {f"batch{path_text(path)}": tensor for path, tensor in named_tensors_in(traced.batch)}
+    named = {name: torch.from_numpy(array) for name, array in batch_arrays(traced.batch).items()}
+    named |= batch_tensors(traced.batch)
     tensor = next((named[name] for name in names if name in named), None)
     if tensor is None:
         return None
@@ -106,8 +116,12 @@ def uninitialised(facts: Facts) -> Reason | None:
 
 
 def constant(facts: Facts) -> Reason | None:
-    """The code itself writes a non-finite number there."""
+    """The code itself writes a non-finite number there, or one that the batch holds."""
     birth = facts.birth
     if birth is None or birth.category != "constant":
         return None
+    leaves = batch_leaves(facts.traced.batch) if facts.traced is not None else []
+    bad = [path for path, leaf in leaves if isinstance(leaf, float) and not math.isfinite(leaf)]
+    if bad:
+        return Reason("bad input", f"batch{path_text(bad[0])} holds {WORDS[birth.kind]}", (f"written in {at(birth)}",))
     return Reason("constant", f"the code itself writes {WORDS[birth.kind]} in {at(birth)}")

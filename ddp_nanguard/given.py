@@ -1,0 +1,151 @@
+"""What the user gives to a guard, checked."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+
+from .config import GuardConfig
+from .scaler import require_fitting_scaler
+from .wrappers import Wrapper, wrapper_of
+
+guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Root modules that have a guard."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the user gave, checked on this rank."""
+
+    config: GuardConfig
+    wrapper: Wrapper
+    optimizers: list[torch.optim.Optimizer]
+    scaler: GradScaler | None
+    recipe_directory: str | None
+
+
+def checked(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+    scaler: object,
+    replay: str | None,
+    options: dict[str, Any],
+) -> Given:
+    """What the user gave, checked on this rank.
+
+    Raises:
+        ValueError: names the option, the value and the remedy.
+    """
+    config = GuardConfig.from_code_and_environment(options)
+    wrapper = wrapper_of(model)
+    _require_materialised(model)
+    if wrapper.root in guarded:
+        raise ValueError(f"model {type(model).__name__} has a guard already; close() that one, or use it")
+    optimizers = _as_list(optimizer)
+    for each in optimizers:
+        _require_fitting_optimizer(each, wrapper)
+    fitting = require_fitting_scaler(scaler, wrapper.kind) if config.enabled else None
+    return Given(config, wrapper, optimizers, fitting, _recipe_directory(replay))
+
+
+def _require_materialised(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise ValueError(f"model has a lazy parameter {name!r} without a shape; run one forward before the guard")
+
+
+def require_fitting_group(group: dist.ProcessGroup | None, model: nn.Module) -> None:
+    """The guard must step with the ranks that the model communicates with.
+
+    Raises:
+        ValueError: on this rank alone.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    given = dist.get_process_group_ranks(group or dist.group.WORLD)
+    if dist.get_rank() not in given:
+        raise ValueError(
+            f"option group: rank {dist.get_rank()} is not among its ranks {given}; build the guard there only"
+        )
+    own = _ranks_of(model)
+    if own is not None and sorted(own) != sorted(given):
+        raise ValueError(
+            f"option group: the model communicates over ranks {own}, the guard over {given}; "
+            "give the model's own process group as group="
+        )
+
+
+def _ranks_of(model: nn.Module) -> list[int] | None:
+    try:
+        return wrapper_of(model).group_ranks()
+    except ValueError:
+        return None  # said later, on every rank
+
+
+def _as_list(optimizer: object) -> list[torch.optim.Optimizer]:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return [optimizer]
+    if not isinstance(optimizer, Iterable):
+        raise ValueError(f"optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer, or several of them")
+    optimizers = list(optimizer)
+    if not optimizers or len({id(each) for each in optimizers}) < len(optimizers):
+        found = "empty" if not optimizers else "one optimizer twice"
+        raise ValueError(f"optimizer is {found}; give each optimizer that steps the model once")
+    return optimizers
+
+
+def _require_fitting_optimizer(optimizer: object, wrapper: Wrapper) -> None:
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"optimizer is a {name}; give a torch.optim.Optimizer, or several of them")
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"optimizer {name} needs a closure, which it calls several times in one step, so that no single verdict "
+            "can fall before its update; use an optimizer whose step() takes none"
+        )
+    own = {id(parameter) for _, parameter in wrapper.named_parameters()}
+    if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError(
+            f"optimizer {name} holds no parameter of the model; "
+            "build it from model.parameters() after the model is wrapped"
+        )
+
+
+def _recipe_directory(replay: str | None) -> str | None:
+    """Where the recipe's module lies; the module is not imported."""
+    if replay is None:
+        return None
+    if not isinstance(replay, str):
+        raise ValueError(f'option replay={replay!r} is a {type(replay).__name__}; give "module:function"')
+    module, colon, function = replay.rpartition(":")
+    if not colon or not module or not function.isidentifier():
+        raise ValueError(
+            f'option replay={replay!r} names no recipe; give "module:function" or "path/to/file.py:function"'
+        )
+    if module.endswith(".py"):
+        if not os.path.isfile(module):
+            raise ValueError(
+                f"option replay={replay!r}: there is no file {module}; give a path that exists on every rank"
+            )
+        return os.path.dirname(os.path.abspath(module))
+    top = module.partition(".")[0]
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:
+        raise ValueError(
+            f"option replay={replay!r}: there is no module {top!r}; give one that can be imported from here"
+        )
+    return os.path.dirname(os.path.abspath(spec.origin)) if spec.origin and os.path.isfile(spec.origin) else None
