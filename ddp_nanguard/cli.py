@@ -44,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_replay(commands)
     cli_diagnosis.add_explain(commands)  # diagnosis
     _add_demo(commands)
+    _add_drill(commands)
     return parser
 
 
@@ -85,6 +86,37 @@ def _add_demo(commands: Commands) -> None:
     parser.add_argument("--nproc", type=int, default=2, metavar="N", help="number of ranks, default 2")
     parser.add_argument("--out", metavar="DIR", help="where the dump goes; default: a temporary directory")
     parser.set_defaults(command=run_demo)
+
+
+def _add_drill(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "drill",
+        help="your own job with a fault planted: does every promise hold there?",
+        usage="ddp-nanguard drill [OPTIONS] -- torchrun --nproc-per-node N train.py ...",
+        description="Runs the command with a fault planted, once per phase, and checks what the guard promises.",
+    )
+    phases = ("state", "input", "forward", "loss", "backward", "reduce", "optimizer", "all")
+    parser.add_argument("--phase", choices=phases, default="forward", help="where it goes bad; default: forward")
+    parser.add_argument("--step", type=int, default=2, metavar="N", help="as the guard counts; default: 2")
+    parser.add_argument("--rank", type=int, help="default: 1, or 0 where the command starts one process")
+    parser.add_argument("--layer", help="default: a layer with parameters, in the middle of the model")
+    parser.add_argument("--kind", choices=("nan", "inf", "-inf"), default="nan", help="default: nan")
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="of the job and of its replay, 600")
+    parser.add_argument("--out", metavar="DIR", help="where dumps and logs go; default: a temporary directory")
+    parser.add_argument("job", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command of the job")
+    parser.set_defaults(command=run_drill)
+
+
+def run_drill(options: argparse.Namespace) -> int:
+    """``ddp-nanguard drill -- COMMAND``."""
+    from . import drill
+
+    job = tuple(options.job[1:] if options.job[:1] == ["--"] else options.job)
+    phases = drill.PHASES if options.phase == "all" else (options.phase,)
+    order = drill.Order(
+        job, phases, options.step, options.rank, options.layer, options.kind, options.timeout, options.out
+    )
+    return drill.run_drill(order)
 
 
 def run_demo(options: argparse.Namespace) -> int:

@@ -87,7 +87,7 @@ def report_of(parts: Parts, view: LocalView, step: int, cause: str) -> FaultRepo
         holders=shared.holders if is_reduce else (),
         num_ranks_affected=shared.num_affected,
         ranks_affected=shared.affected,
-        cause=cause or _cause_of(parts, origin),
+        cause=_with_more(cause, _cause_of(parts, origin)),
         state=shared.damaged,
         unchecked=shared.unchecked,
         is_own_view=parts.peers.lost,
@@ -118,6 +118,10 @@ def unchecked(parts: Parts) -> list[str]:
     watched = set(parts.config.watch)
     found += [f"phase {phase} (not watched)" for phase in Phase if str(phase) not in watched]
     return found
+
+
+def _with_more(cause: str, known: str) -> str:
+    return known if not cause else (cause if known.startswith("unknown") else f"{known}; {cause}")
 
 
 def _modules(names: list[str]) -> str:

@@ -22,7 +22,7 @@ from .blame import LossNote
 from .board import Region
 from .ending import Distress, leave, unwatch_exit, watch_exit
 from .errors import NonFiniteError
-from .loop import AfterStepHook, BeforeStepHook, EntryHook, Steps, named_losses
+from .loop import AfterStepHook, BeforeStepHook, CountHook, EntryHook, Steps, named_losses
 from .message import log_line
 from .parts import build_parts
 from .policy import FaultPolicy
@@ -83,7 +83,8 @@ class NanGuard:
         self._handles: list[Any] = []
         if parts.config.enabled:
             self._attach()
-        else:
+        else:  # a loop may end by guard.step
+            self._handles.append(parts.optimizers[0].register_step_post_hook(CountHook(self)))
             testing.warn_of_disabled()
 
     # -- what the loop calls -----------------------------------------------------------------------------------------
@@ -296,6 +297,9 @@ class NanGuard:
         return Severity.CLEAN
 
     # -- on and off --------------------------------------------------------------------------------------------------
+
+    def _count_step(self) -> None:
+        self._step += 1
 
     def _has_open_window(self) -> bool:
         return bool(self._parts.window.micro_batches)

@@ -36,6 +36,8 @@ class Guard(Protocol):
 
     def _is_inside_scaler(self) -> bool: ...
 
+    def _count_step(self) -> None: ...
+
 
 class Steps:
     """A loader whose items begin micro-batches."""
@@ -105,6 +107,16 @@ class AfterStepHook(Hook):
         guard = self.target()
         if guard is not None:
             guard._after_update(optimizer)
+
+
+class CountHook(Hook):
+    """After ``optimizer.step`` of a guard that is switched off."""
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """The optimizer has stepped."""
+        guard = self.target()
+        if guard is not None:
+            guard._count_step()
 
 
 class _JudgedClosure:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .site import Evidence, FaultReport, Phase, Site
+from .site import FaultReport, Phase, Site
 
 _KIND_WORDS = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}
 
@@ -52,7 +52,8 @@ def what(site: Site) -> str:
 def _taken_text(site: Site) -> str:
     if site.taken_in == "unchecked":
         return "inputs not looked at, "
-    return f"{_KIND_WORDS[site.taken_in] if site.taken_in else 'finite'} in, "
+    source = f" (from {site.fed_by})" if site.fed_by is not None else ""
+    return f"{_KIND_WORDS[site.taken_in] if site.taken_in else 'finite'} in{source}, "
 
 
 def seen(site: Site) -> str:
@@ -107,7 +108,7 @@ def error_text(report: FaultReport) -> str:
     """The text of `NonFiniteError`: what and where, evidence, state of the job, the next command."""
     origin = report.origin
     lines = [_headline(report)]
-    lines.append(f"  evidence: {_evidence_text(origin.evidence) if origin else 'none'}{_affected_text(report)}")
+    lines.append(f"  evidence: {_evidence_text(origin)}{_affected_text(report)}")
     if report.cause and report.cause != "unknown":
         lines.append(f"  cause:    {report.cause}")
     lines.append(f"  state:    {_state_text(report)}")
@@ -126,12 +127,18 @@ def _headline(report: FaultReport) -> str:
     return f"{who}, step {origin.step}{where}, {origin.phase}: {what(origin)}"
 
 
-def _evidence_text(evidence: Evidence | None) -> str:
+def _evidence_text(origin: Site | None) -> str:
+    if origin is None:
+        return "none"
+    evidence = origin.evidence
+    if origin.phase is Phase.OPTIMIZER and origin.layer is None:
+        return "a number in the optimizer's parameter groups"
     if evidence is None:
         return "the tensor is gone; its minimum and maximum showed it"
     counts = f"{evidence.num_nan} NaN, {evidence.num_inf} Inf, {evidence.num_neg_inf} -Inf of {evidence.numel}"
+    first = f", first at {list(evidence.first)}" if evidence.first is not None else ""
     largest = f"; largest finite {evidence.largest_finite:.3g}" if evidence.largest_finite is not None else ""
-    return f"{tuple(evidence.shape)} {evidence.dtype}: {counts}{largest}"
+    return f"{tuple(evidence.shape)} {evidence.dtype}: {counts}{first}{largest}"
 
 
 def _affected_text(report: FaultReport) -> str:
@@ -141,7 +148,8 @@ def _affected_text(report: FaultReport) -> str:
         return ""
     first = report.origin.rank if report.origin is not None else None
     others = tuple(rank for rank in report.ranks_affected if rank != first)
-    if first is None or not others:
+    at_once = report.origin is not None and report.origin.phase in (Phase.STATE, Phase.OPTIMIZER)
+    if first is None or not others or at_once:
         return f"; ranks affected: {_ranks(report.ranks_affected, report.num_ranks_affected)}"
     return f"; ranks affected: {first} first, then {_ranks(others, report.num_ranks_affected - 1)}"
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .hooks import Hook
 from .probes.calls import in_backward
@@ -258,7 +259,7 @@ class _AfterUpdate:
 
     def __init__(self, injection: Injection) -> None:
         self._injection = weakref.ref(injection)
-        self._handle: Any = torch.optim.optimizer.register_optimizer_step_pre_hook(self._before)
+        self._handle: Any = register_optimizer_step_pre_hook(self._before)
         self._after: Any = None
 
     def remove(self) -> None:
@@ -276,10 +277,11 @@ class _AfterUpdate:
             optimizer._optimizer_step_post_hooks.move_to_end(self._after.id, last=False)  # type: ignore[attr-defined]  # an OrderedDict
 
     def _spoil(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._after.remove()
         injection = self._injection()
-        found = self._own_of(injection, optimizer) if injection is not None else None
-        if injection is not None and found is not None:
+        if injection is None or injection.num_planted:
+            return  # a hook cannot take itself off while it runs
+        found = self._own_of(injection, optimizer)
+        if found is not None:
             write(found, injection.plan.kind)
             injection.planted()
 

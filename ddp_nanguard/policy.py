@@ -24,6 +24,11 @@ from .verdict import NORM_OVERFLOWS_AT, Severity
 _log = logging.getLogger(__name__)
 
 
+HARMLESS = "every gradient is finite, the weights are in no danger (on_loss='warn' lets such steps pass)"
+TOLD_OVERFLOWS = 3
+"""Overflows after the first clean step that are told one by one; from then on every hundredth."""
+
+
 class FaultPolicy:
     """Acts on verdicts.
 
@@ -44,6 +49,8 @@ class FaultPolicy:
         self.last_view: LocalView | None = None
         self._overflows_in_a_row = 0
         self._told_of_scaler = False
+        self._has_been_clean = False
+        self._later_overflows = 0
         self._remarks: set[str] = set()
         self._busy = threading.Lock()
 
@@ -71,6 +78,7 @@ class FaultPolicy:
         return True
 
     def _clean(self, step: int) -> None:
+        self._has_been_clean = True
         parts = self.parts
         if parts.previous is not None:
             tensors = [parts.wrapper.local(parameter) for _, parameter in parts.state.parameters()]
@@ -96,11 +104,23 @@ class FaultPolicy:
         too_many = self._overflows_in_a_row >= config.max_consecutive_overflows
         (too_small,) = self._any_of(scale < config.scale_floor)
         if not too_many and not too_small:
+            if self._has_been_clean:
+                self._tell_of_overflow(step, scale)
             self.parts.board.discard()
             return True
         reason = f"{self._overflows_in_a_row} overflows in a row" if too_many else f"the scale fell to {scale:g}"
         with self._busy:
             return self._fault(Severity.FAULT, step, cause=f"scale collapse: {reason}")
+
+    def _tell_of_overflow(self, step: int, scale: float) -> None:
+        """The first ones are the scaler's search for a scale; later ones are worth a line, and where they began."""
+        self._later_overflows += 1
+        if self._later_overflows > TOLD_OVERFLOWS and self._later_overflows % 100:
+            return
+        report = report_of(self.parts, look(self.parts), step, "overflow")
+        _log.warning(
+            "%s; scale %g: the scaler skips the step (overflow %d)", log_line(report), scale, self.num_overflows
+        )
 
     # -- faults ------------------------------------------------------------------------------------------------------
 
@@ -112,7 +132,7 @@ class FaultPolicy:
             self.parts.board.discard()
             return True
         if severity is Severity.LOSS:
-            cause = "every gradient is finite: the weights are in no danger"
+            cause = HARMLESS
         report = report_of(self.parts, view, step, cause)
         lets_through = self.parts.config.on_fault == "warn" or (
             severity is Severity.LOSS and self.parts.config.on_loss == "warn"

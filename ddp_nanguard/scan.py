@@ -149,7 +149,15 @@ def evidence(tensor: Tensor) -> Evidence | None:
         num_neg_inf=sum(count[2] for count in counts),
         numel=sum(count[3] for count in counts),
         largest_finite=max(largest) if largest else None,
+        first=_first(tensor, parts),
     )
+
+
+def _first(tensor: Tensor, parts: list[Tensor]) -> tuple[int, ...] | None:
+    if len(parts) != 1 or parts[0].shape != tensor.shape or tensor.dim() == 0:
+        return None
+    found = torch.isfinite(parts[0]).logical_not().nonzero()
+    return tuple(found[0].tolist()) if len(found) else None
 
 
 def _counts(part: Tensor) -> tuple[int, int, int, int, float | None]:

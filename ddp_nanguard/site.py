@@ -54,7 +54,8 @@ class Between:
 class Evidence:
     """Counts and range of one tensor, taken by a rescan on the fault path.
 
-    ``largest_finite`` is the largest finite absolute value, None where no element is finite.
+    ``largest_finite`` is the largest finite absolute value, None where no element is finite; ``first`` the index of the
+    first element that is not, None where the tensor is no dense one.
     """
 
     shape: tuple[int, ...]
@@ -64,6 +65,7 @@ class Evidence:
     num_neg_inf: int
     numel: int
     largest_finite: float | None
+    first: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class Site:
         evidence: counts from a rescan, where the tensor was still at hand.
         taken_in: worst kind among what it was made from (inputs of the call, gradient of the layer's output, the
             model's output for a loss), None where that was finite, ``unchecked`` where nobody looked.
+        fed_by: where a -inf came from that went into the call: a layer, or the code around it; else None.
         suspects: layers any of which may have done it, where that was not seen; empty where it was.
         order: execution order within phase and micro-batch; only for sorting.
     """
@@ -98,6 +101,7 @@ class Site:
     between: Between | None = None
     evidence: Evidence | None = None
     taken_in: str | None = None
+    fed_by: str | None = None
     suspects: tuple[str, ...] = ()
     order: int = field(default=0, compare=False)
 
@@ -115,6 +119,7 @@ class Site:
             "between": dataclasses.asdict(self.between) if self.between else None,
             "evidence": json_safe(dataclasses.asdict(self.evidence)) if self.evidence else None,
             "taken_in": self.taken_in,
+            "fed_by": self.fed_by,
             "suspects": list(self.suspects),
         }
 
@@ -125,6 +130,7 @@ class Site:
         between, evidence = data.get("between"), data.get("evidence")
         if evidence:
             evidence = {**evidence, "shape": tuple(evidence["shape"])}
+            evidence["first"] = tuple(evidence["first"]) if evidence.get("first") is not None else None
             evidence["largest_finite"] = _unsafe_float(evidence["largest_finite"])
         return cls(
             **fields,

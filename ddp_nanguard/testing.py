@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .config import ENV_INJECT, injection_text
 from .hooks import Hook
@@ -60,7 +61,8 @@ class Plan:
         step: as the guard counts.
         phase: one of `PHASES`.
         layer: name in the unwrapped model, "" for the root; None for input and loss.
-        kind: ``nan``, ``inf`` or ``-inf``. A weak kind may come to nothing: -inf through a ReLU is 0.
+        kind: ``nan``, ``inf`` or ``-inf``. The latter two may come to nothing (-inf through a ReLU is 0), and the
+            guard blames -inf only where nothing else is NaN or +inf.
         micro_batch: index in the step; state, reduce and optimizer belong to none.
     """
 
@@ -255,7 +257,8 @@ def valid_layers(wrapper: Wrapper, phase: str, here: bool) -> list[str]:
         return names
     owners = {name.rpartition(".")[0] for name in wrapper.all_shapes()}
     trained = phase != "state"
-    return [name for name in names if name in owners and (not here or any(held_parts(wrapper, name, trained)))]
+    holding = [name for name in names if name in owners]
+    return [name for name in holding if not here or next(held_parts(wrapper, name, trained), None) is not None]
 
 
 def _middle(wrapper: Wrapper, valid: list[str]) -> str:
@@ -452,7 +455,7 @@ class OwnClock:
         self._parameters = parameters
         self._step, self._micro_batch = 0, -1
         self._ran_backward = True
-        post: Any = torch.optim.optimizer.register_optimizer_step_post_hook(self._stepped)
+        post: Any = register_optimizer_step_post_hook(self._stepped)
         self._handles: list[Any] = [post, model.register_forward_hook(_Given(self), prepend=True)]
 
     def entering(self) -> tuple[int, int] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ddp_nanguard.board import Reading, Region, is_clean
+from ddp_nanguard.message import layer_text
 from ddp_nanguard.probes.backward import GradientHook
 from ddp_nanguard.probes.calls import Call, Sighting
 from ddp_nanguard.scan import evidence, kind_of
@@ -79,6 +80,7 @@ def _forward_site(
         between=between,
         evidence=_evidence_of(sighting),
         taken_in=taken,
+        fed_by=_source_of_negative_inf(call, kinds) if taken == "-inf" and sighting.slot == "output" else None,
         order=order,
     )
     is_habit = (call.layer, sighting.slot, kind) in view.habits
@@ -92,6 +94,17 @@ def _taken_in(call: Call, kinds: Kinds) -> str | None:
     if found is None and (not call.takes_tensors or not all(kinds.was_read(taken) for taken in call.inputs)):
         return "unchecked"
     return found
+
+
+def _source_of_negative_inf(call: Call, kinds: Kinds) -> str | None:
+    """Where the -inf came from that a call took: a layer, or the code between layers."""
+    for taken in call.inputs:
+        if kinds.of(taken) == "-inf":
+            if taken.slot == "output":
+                return layer_text(taken.call.layer)
+            around = taken.call.parent
+            return "the training step" if around is None else f"code of {layer_text(around.layer)}"
+    return None
 
 
 def _merely_took(call: Call, kinds: Kinds, kind: str, weak: set[int]) -> bool:

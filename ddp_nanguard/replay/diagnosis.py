@@ -49,7 +49,12 @@ def diagnose(session: Session, outcome: Result) -> Diagnosis:
     """
     if outcome.outcome is Outcome.CANNOT:
         return without_replay(session.dump, outcome, outcome.reason)
-    traced = trace_step(session)
+    try:
+        traced = trace_step(session)
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        return without_replay(session.dump, outcome, f"the traced step raised {type(error).__name__}: {error}")
+    if outcome.outcome is Outcome.ELSEWHERE:
+        traced.notes.append("the replay went elsewhere than the record: this is the trace of the replay")
     facts = facts_of(session.dump, traced, outcome)
     return Diagnosis(outcome, traced, reason_for(facts))
 

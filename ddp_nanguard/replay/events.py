@@ -172,8 +172,8 @@ def _values(tensor: Tensor) -> list[Tensor] | None:
 
 
 def hit_mask(tensor: Tensor, kind: str) -> Tensor:
-    """Which elements are of a kind."""
+    """Which elements are of a kind; infinities of both signs where there is +Inf."""
     value = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     value = value.float() if value.element_size() == 1 else value
-    mask = torch.isnan(value) if kind == "nan" else (torch.isposinf(value) if kind == "inf" else torch.isneginf(value))
+    mask = torch.isnan(value) if kind == "nan" else torch.isinf(value)
     return mask.any(-1) if tensor.is_complex() else mask

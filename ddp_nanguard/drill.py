@@ -1,0 +1,460 @@
+"""``ddp-nanguard drill -- torchrun ... train.py``: the user's own job with a fault planted, promise by promise.
+
+The job runs as it is, with ``NANGUARD_INJECT`` and a dump_dir of the drill's own in its environment. What it left is
+read from outside: exit codes and texts of the workers, the dump, a replay in a process of its own, the process table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from .config import ENV_INJECT, ENV_PREFIX
+
+WRONG_USAGE = 2
+PHASES = ("state", "input", "forward", "loss", "backward", "reduce", "optimizer")
+WITHOUT_LAYER = ("input", "loss")
+WITHOUT_MICRO_BATCH = ("state", "reduce", "optimizer")
+MARK = "DDP_NANGUARD_DRILL"
+"""Environment variable that tells the drill's processes, whoever their parent is by now."""
+GRACE_S = 5.0
+MAX_SHOWN = 3000
+_JOB_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch")
+_FLAGS = ("-m", "--module", "--standalone", "--no-python", "--run-path", "--virtual-local-rank")
+_MESSAGE = re.compile(r"(NonFiniteError: .*(?:\n(?:\[rank\d+\]: )?  .*)*)")
+_FAILED = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s*exitcode\s*: (-?\d+)")
+_SAID = re.compile(rf"{ENV_INJECT}: (.*)")
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is drilled.
+
+    Attributes:
+        command: the user's.
+        phases: planted one after the other, a run of the job each.
+        rank: None for rank 1, or 0 where the command starts one process.
+        layer: None leaves it to the guard.
+        timeout_s: for the job, and for its replay.
+        out: directory for dumps and logs; None for a temporary one, which is removed if all is well.
+    """
+
+    command: tuple[str, ...]
+    phases: tuple[str, ...] = ("forward",)
+    step: int = 2
+    rank: int | None = None
+    layer: str | None = None
+    kind: str = "nan"
+    timeout_s: float = 600.0
+    out: str | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One promise: held, broken, or (None) not to be checked here."""
+
+    promise: str
+    holds: bool | None
+    detail: str
+
+    def __str__(self) -> str:
+        status = {True: "ok", False: "FAILED", None: "-"}[self.holds]
+        return f"  {self.promise:<28}{status:<8}{self.detail}"
+
+
+@dataclass
+class Ran:
+    """How the job ended.
+
+    Attributes:
+        code: of the command; None where it had to be killed.
+        seconds: it took.
+        codes: of the workers by rank, as far as they are known.
+        texts: what each worker printed, in rank order; the whole output where the command is no torchrun.
+        said: what the planting said, without its place.
+        left: processes that were left when the command had ended, and were killed.
+        stopped_because: why the drill ended it.
+    """
+
+    code: int | None
+    seconds: float
+    codes: dict[int, int]
+    texts: list[str]
+    said: list[str]
+    left: list[str] = field(default_factory=list)
+    stopped_because: str | None = None
+
+
+def run_drill(order: Order) -> int:
+    """Runs the job once per phase and prints a table each.
+
+    Returns:
+        0 if every promise holds in every phase, 1 if not, 2 where there is nothing to run.
+    """
+    problem = _problem(order)
+    if problem is not None:
+        print(f"ddp-nanguard: {problem}", file=sys.stderr)
+        return WRONG_USAGE
+    directory = Path(order.out or tempfile.mkdtemp(prefix="nanguard-drill-")).absolute()
+    broken: list[str] = []
+    num_checked = 0
+    for phase in order.phases:
+        rows = _drill(replace(order, phases=(phase,)), phase, directory / phase)
+        broken += [f"{phase}: {row.promise}" for row in rows if row.holds is False]
+        num_checked += sum(row.holds is not None for row in rows)
+    if not broken:
+        print(f"drill: all {num_checked} promises hold")
+        if order.out is None:
+            shutil.rmtree(directory, ignore_errors=True)
+        return 0
+    print(f"drill: FAILED: {len(broken)} of {num_checked} promises: {'; '.join(broken)} (dumps and logs: {directory})")
+    return 1
+
+
+def _problem(order: Order) -> str | None:
+    if not order.command:
+        return "drill needs a command: ddp-nanguard drill -- torchrun --nproc-per-node 2 train.py ..."
+    if shutil.which(order.command[0]) is None and order.command[0] != "torchrun":
+        return f"there is no command {order.command[0]!r}"
+    if order.layer is not None and set(order.phases) <= set(WITHOUT_LAYER):
+        return f"option layer={order.layer!r}: phase {order.phases[0]} belongs to no layer; leave it out"
+    return None
+
+
+def _drill(order: Order, phase: str, directory: Path) -> list[Row]:
+    directory.mkdir(parents=True, exist_ok=True)
+    plan = _plan(order, phase)
+    text = ",".join(f"{key}={value}" for key, value in plan.items())
+    print(f"{ENV_INJECT}={text}\n$ {' '.join(order.command)}", flush=True)
+    environment = _environment(directory, phase, text)
+    ran = _run(order, directory, environment)
+    dump = _dump_in(directory / "nan_dumps")
+    rows = [_ended(ran, order), _planted(ran, dump, plan)]
+    if not any(row.holds is False for row in rows) or dump is not None:
+        rows += _about_stop(ran, dump)
+        rows += _about_dump(dump, plan, order, environment)
+    rows.append(Row("no process left", not ran.left, "; ".join(ran.left) or "none"))
+    print("\n".join(map(str, rows)), flush=True)
+    if any(row.holds is False for row in rows) and dump is None:
+        _show_output(ran)
+    print(flush=True)
+    return rows
+
+
+def _plan(order: Order, phase: str) -> dict[str, Any]:
+    rank = order.rank if order.rank is not None else min(1, _num_processes(order.command) - 1)
+    plan: dict[str, Any] = {"rank": rank, "step": order.step, "phase": phase, "kind": order.kind}
+    return plan if order.layer is None or phase in WITHOUT_LAYER else {**plan, "layer": order.layer}
+
+
+def _environment(directory: Path, phase: str, text: str) -> dict[str, str]:
+    """The user's, with the fault; what would keep the guard from stopping is set back, ``enabled`` is not."""
+    names = {ENV_INJECT: text, f"{ENV_PREFIX}DUMP_DIR": str(directory / "nan_dumps"), f"{ENV_PREFIX}ON_FAULT": "stop"}
+    names |= {f"{ENV_PREFIX}ON_LOSS": "stop", f"{ENV_PREFIX}REDACT": "0", MARK: uuid.uuid4().hex}
+    if phase == "optimizer":
+        names[f"{ENV_PREFIX}KEEP_PREVIOUS"] = "1"
+    kept = {name: value for name, value in os.environ.items() if name not in _JOB_VARIABLES}
+    return {**kept, "PYTHONUNBUFFERED": "1", **names}
+
+
+# -- the job -----------------------------------------------------------------------------------------------------------
+
+
+def _run(order: Order, directory: Path, environment: dict[str, str]) -> Ran:
+    """Runs the command in a session of its own until it ends, is overdue, or lasts too long."""
+    logs = directory / "logs"
+    command = with_logs(order.command, logs)
+    begun = time.monotonic()
+    with (directory / "output.txt").open("w") as output:
+        job = subprocess.Popen(
+            command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            reason = _wait(job, order, directory, logs, begun)
+        finally:
+            ended_by_itself = job.poll() is not None
+            if ended_by_itself:
+                _wait_for_none(environment[MARK])
+            left = _kill_all(environment[MARK])
+            job.terminate()  # where there is no /proc to find it by: torchrun ends its workers then
+            job.wait()
+    whole = (directory / "output.txt").read_text(errors="replace")
+    texts = _worker_texts(logs) or [whole]
+    is_torchrun = launcher_end(order.command) is not None
+    codes = {int(rank): int(code) for rank, code in _FAILED.findall(whole)} if is_torchrun else {0: job.returncode}
+    return Ran(
+        code=job.returncode if ended_by_itself else None,
+        seconds=time.monotonic() - begun,
+        codes=codes,
+        texts=texts,
+        said=list(dict.fromkeys(said.strip() for text in [*texts, whole] for said in _SAID.findall(text))),
+        left=left if ended_by_itself else [],
+        stopped_because=reason,
+    )
+
+
+def _wait(job: subprocess.Popen[bytes], order: Order, directory: Path, logs: Path, begun: float) -> str | None:
+    """Why the job is to be killed; None where it has ended."""
+    while job.poll() is None:
+        if time.monotonic() - begun > order.timeout_s:
+            return f"HANGS, or is slow: no end within {order.timeout_s:g} s"
+        for text in (*_worker_texts(logs), (directory / "output.txt").read_text(errors="replace")):
+            for said in _SAID.findall(text):
+                if "the job still runs" in said or said.startswith("NOT planted"):
+                    return f"nothing to wait for: {said}"
+        time.sleep(0.25)
+    return None
+
+
+def launcher_end(command: Sequence[str]) -> int | None:
+    """Position of the script in a torchrun command; None for any other command."""
+    position = _launcher_length(command)
+    if position is None:
+        return None
+    while position < len(command) and command[position].startswith("-"):
+        option = command[position].replace("_", "-")
+        position += 1 if "=" in option or option in _FLAGS or _is_joined(option) else 2
+    return min(position, len(command))
+
+
+def _is_joined(option: str) -> bool:
+    """``-r3``: a short option with its value."""
+    return not option.startswith("--") and len(option) > 2
+
+
+def _launcher_length(command: Sequence[str]) -> int | None:
+    if os.path.basename(command[0]) == "torchrun":
+        return 1
+    for position in range(1, len(command) - 1):
+        if command[position] == "-m" and command[position + 1] in _LAUNCHERS:
+            return position + 2
+        if not command[position].startswith("-"):
+            return None
+    return None
+
+
+def with_logs(command: Sequence[str], logs: Path) -> list[str]:
+    """The command, with a log per worker and no restarts where it is torchrun's."""
+    end = launcher_end(command)
+    start = [sys.executable, "-m", _LAUNCHERS[0]] if shutil.which(command[0]) is None else [command[0]]
+    if end is None:
+        return list(command)
+    options = [f"--log-dir={logs}", "--redirects=3", "--max-restarts=0", "--monitor-interval=0.1"]
+    return [*start, *command[1:end], *options, *command[end:]]
+
+
+def _num_processes(command: Sequence[str]) -> int:
+    """Of a torchrun command, as far as it says; 1 otherwise."""
+    end = launcher_end(command) or 0
+    for position, option in enumerate(command[:end]):
+        name, _, value = option.replace("_", "-").partition("=")
+        if name in ("--nproc-per-node", "--nnodes"):
+            value = value or command[position + 1]
+            if not value.isdigit() or int(value) > 1:
+                return 2
+    return 1
+
+
+def _worker_texts(logs: Path) -> list[str]:
+    """What each worker printed, stdout before stderr, in rank order."""
+    workers = sorted(logs.glob("*/attempt_0/*"), key=lambda path: int(path.name)) if logs.is_dir() else []
+    names = ("stdout.log", "stderr.log")
+    return [
+        "".join((path / name).read_text(errors="replace") for name in names if (path / name).exists())
+        for path in workers
+    ]
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def _marked(mark: str) -> Iterator[tuple[int, str]]:
+    """Live processes with the drill's mark in their environment, with their commands; none where there is no /proc."""
+    wanted = f"{MARK}={mark}".encode()
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, IndexError):
+            if wanted not in (path / "environ").read_bytes().split(b"\0"):
+                continue
+            if (path / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
+                yield int(path.name), (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+
+
+def _wait_for_none(mark: str) -> None:
+    """What is about to end may do so."""
+    deadline = time.monotonic() + GRACE_S
+    while any(_marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def _kill_all(mark: str) -> list[str]:
+    """End every process of the job, children first asked, then killed; what there was."""
+    found = {pid: f"{pid} {command[:80]}" for pid, command in _marked(mark)}
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        for pid, _ in list(_marked(mark)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, sign)
+        _wait_for_none(mark)
+    return list(found.values())
+
+
+# -- the promises ------------------------------------------------------------------------------------------------------
+
+
+def _ended(ran: Ran, order: Order) -> Row:
+    if ran.stopped_because is not None:
+        return Row("stopped", False, f"{ran.stopped_because}; killed with its children")
+    if ran.code == 0:
+        return Row("stopped", False, f"the job went through to its end (code 0) in {ran.seconds:.0f} s")
+    return Row("stopped", True, f"after {ran.seconds:.0f} s, code {ran.code}")
+
+
+def _planted(ran: Ran, dump: Path | None, plan: dict[str, Any]) -> Row:
+    name = "the fault was planted"
+    if dump is not None:
+        injected = _read(dump / f"rank-{plan['rank']:05d}" / "evidence.json").get("injected") or []
+        if injected:
+            return Row(name, True, f"by the guard on rank {plan['rank']}")
+    done = [said for said in ran.said if said.startswith("planted")]
+    refused = [said for said in ran.said if said.startswith("NOT planted")]
+    wrong = [line for text in ran.texts for line in text.splitlines() if "ValueError" in line and ENV_INJECT in line]
+    if done:
+        return Row(name, True, done[0])
+    if refused or wrong:
+        return Row(name, False, (refused or wrong)[0].split("ValueError: ")[-1])
+    if ran.said:
+        return Row(name, False, f"a guard was built, but its step {plan['step']} was not reached: {ran.said[0]}")
+    return Row(name, False, "no sign of a guard: the job builds no NanGuard, or ended before it")
+
+
+def _about_stop(ran: Ran, dump: Path | None) -> list[Row]:
+    manifest = _read(dump / "manifest.json") if dump is not None else {}
+    expected = manifest.get("options", {}).get("exit_code", 65)
+    count = manifest.get("world_size", len(ran.texts))
+    codes = [ran.codes.get(rank) for rank in range(count)]
+    together = all(code == expected for code in codes)
+    shown = ", ".join("none" if code is None else str(code) for code in codes)
+    rows = [Row("every worker's exit code", together, f"{shown}; promised: {expected}")]
+    messages = [message for text in ran.texts if (message := _message_of(text)) is not None]
+    same = len(messages) == count and len(set(messages)) == 1
+    if same:
+        return [*rows, Row("one text on all ranks", True, messages[0].splitlines()[0])]
+    given = f"{len(messages)} of {count} ranks gave a message, {len(set(messages))} different"
+    return [*rows, Row("one text on all ranks", False, given)]
+
+
+def _message_of(text: str) -> str | None:
+    found = _MESSAGE.search(text)
+    return re.sub(r"\n\[rank\d+\]: ", "\n", found[1]) if found else None
+
+
+def _about_dump(dump: Path | None, plan: dict[str, Any], order: Order, environment: dict[str, str]) -> list[Row]:
+    if dump is None:
+        return [Row("the dump", False, "there is none")]
+    manifest = _read(dump / "manifest.json")
+    return [_named(dump, manifest, plan), _complete(dump, manifest), _replayed(dump, manifest, order, environment)]
+
+
+def _named(dump: Path, manifest: dict[str, Any], plan: dict[str, Any]) -> Row:
+    """The planted site and no other; a kind may change on its way through a backward (inf times 0)."""
+    injected = (_read(dump / f"rank-{plan['rank']:05d}" / "evidence.json").get("injected") or [{}])[0]
+    planned = {**plan, "layer": injected.get("layer", plan.get("layer")), "micro_batch": 0}
+    if plan["phase"] in WITHOUT_MICRO_BATCH:
+        planned["micro_batch"] = None
+    origin = dict(manifest.get("origin") or {})
+    if plan["phase"] == "reduce":
+        origin["rank"] = manifest["holders"][0] if len(manifest["holders"]) == 1 else None
+    wrong = [
+        f"{key} {origin.get(key)!r} instead of {value!r}"
+        for key, value in planned.items()
+        if origin.get(key) != value and not (key == "kind" and plan["phase"] == "backward" and value != "nan")
+    ]
+    place = [f"rank {planned['rank']}", f"step {planned['step']}", planned["phase"], planned["layer"] or ""]
+    return Row("named exactly", not wrong, "; ".join(wrong) or " · ".join(filter(None, place)))
+
+
+def _complete(dump: Path, manifest: dict[str, Any]) -> Row:
+    from .dump.read import open_dump
+    from .errors import DumpError
+
+    try:
+        opened = open_dump([str(dump)], verify=True)
+    except DumpError as error:
+        return Row("the dump is complete", False, str(error))
+    missing = [rank for rank in range(manifest["world_size"]) if rank not in opened.ranks]
+    problems = [f"ranks missing: {missing}"] if missing else []
+    problems += [manifest["weights"]["problem"]] if manifest["weights"]["problem"] else []
+    problems += manifest["problems"]
+    size = f"{len(opened.ranks)} ranks, {opened.size_bytes / 2**20:.1f} MiB, checksums right"
+    return Row("the dump is complete", not problems, "; ".join(problems) or size)
+
+
+def _replayed(dump: Path, manifest: dict[str, Any], order: Order, environment: dict[str, str]) -> Row:
+    if manifest["recipe"] is None:
+        return Row(
+            "the replay is the same", None, 'not checked: no recipe; give NanGuard(..., replay="module:function")'
+        )
+    is_together = manifest["origin"]["phase"] == "reduce"
+    name = "the replay is the same"
+    command = [sys.executable, "-m", "ddp_nanguard.cli", "replay", str(dump), "--json"]
+    if is_together:
+        launch = [sys.executable, "-m", _LAUNCHERS[0], "--standalone", f"--nproc-per-node={manifest['world_size']}"]
+        command = [*launch, "--redirects=0", "-m", "ddp_nanguard.replay.run", str(dump)]
+    variables = {key: value for key, value in environment.items() if not key.startswith(ENV_PREFIX)}
+    package = str(Path(__file__).parents[1])
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, [variables.get("PYTHONPATH"), package]))
+    replay = subprocess.Popen(
+        command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        output, errors = replay.communicate(timeout=order.timeout_s)
+    except subprocess.TimeoutExpired:
+        _kill_all(environment[MARK])
+        replay.communicate()
+        return Row(name, False, f"the replay did not end within {order.timeout_s:g} s")
+    outcome = _last_json(output)
+    who = f"all {manifest['world_size']} ranks" if is_together else f"rank {outcome.get('rank')} alone"
+    if replay.returncode == 0 and outcome.get("outcome") == "same":
+        return Row(name, True, f"{who}, bit for bit")
+    said = outcome.get("reason") or (errors.strip().splitlines() or ["no output"])[-1]
+    return Row(name, False, f"{outcome.get('outcome', 'no outcome')} (code {replay.returncode}): {said}")
+
+
+def _dump_in(directory: Path) -> Path | None:
+    found = sorted(path for path in directory.glob("step-*") if (path / "manifest.json").is_file())
+    return found[0] if found else None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _last_json(text: str) -> dict[str, Any]:
+    for line in reversed(text.splitlines()):
+        with contextlib.suppress(ValueError):
+            found = json.loads(line)
+            if isinstance(found, dict):
+                return found
+    return {}
+
+
+def _show_output(ran: Ran) -> None:
+    for rank, text in enumerate(ran.texts):
+        print(f"--- the end of what worker {rank} printed:\n{text[-MAX_SHOWN:].rstrip()}")

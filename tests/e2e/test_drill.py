@@ -1,0 +1,69 @@
+"""Fire drills of whole jobs: one that keeps every promise, one whose guard is off, one that hangs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.exits import EXAMPLE, environment
+
+DISABLED = """
+import torch
+from ddp_nanguard import NanGuard
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+guard = NanGuard(model, optimizer, enabled=False)
+while True:
+    guard(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+"""
+HANGS = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
+
+
+def _drill(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ddp_nanguard.cli", "drill", *arguments]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=110, check=False)
+
+
+def _table(output: str) -> dict[str, str]:
+    return dict(re.findall(r"^  (\S.*?) {2,}(ok|FAILED|-) ", output, flags=re.MULTILINE))
+
+
+@pytest.mark.timeout(120)  # a launch of the job and a replay
+def test_every_promise_holds_for_the_example(tmp_path: Path) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ended = _drill("--timeout=90", f"--out={tmp_path}", "--layer=blocks.0", "--", *launch, str(EXAMPLE), "--steps=8")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert _table(ended.stdout) == {
+        "stopped": "ok",
+        "the fault was planted": "ok",
+        "every worker's exit code": "ok",
+        "one text on all ranks": "ok",
+        "named exactly": "ok",
+        "the dump is complete": "ok",
+        "the replay is the same": "ok",
+        "no process left": "ok",
+    }
+    assert "rank 1 · step 2 · forward · blocks.0\n" in ended.stdout
+    assert ended.stdout.splitlines()[-1] == "drill: all 8 promises hold"
+
+
+def test_a_guard_that_is_off_fails_the_drill(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(DISABLED)
+    ended = _drill("--timeout=60", f"--out={tmp_path}", "--", sys.executable, str(script))
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert _table(ended.stdout) == {"stopped": "FAILED", "the fault was planted": "FAILED", "no process left": "ok"}
+    assert "NOT planted: the guard has enabled=False" in ended.stdout
+    assert ended.stdout.splitlines()[-1].startswith("drill: FAILED: 2 of 3 promises: forward: stopped; forward: the f")
+
+
+def test_a_job_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
+    ended = _drill("--timeout=1", f"--out={tmp_path}", "--", sys.executable, "-c", HANGS)
+    assert ended.returncode == 1
+    assert "HANGS, or is slow: no end within 1 s; killed with its children" in ended.stdout
+    assert "no sign of a guard: the job builds no NanGuard" in ended.stdout

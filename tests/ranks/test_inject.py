@@ -1,0 +1,144 @@
+"""Faults planted by users on two real ranks: every phase, on either rank, named exactly by both, and replayed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.ranks import run_ranks
+from tests.replaying import replay_alone, replay_on_all_ranks
+from tests.training import Job, Record, build, train_steps
+
+STEP, MICRO_BATCH = 1, 1
+SAME, CANNOT = 0, 5
+LAYERS = {
+    "state": "blocks.1.conv",
+    "input": None,
+    "forward": "blocks.0.norm",
+    "loss": None,
+    "backward": "blocks.1.conv",
+    "reduce": "blocks.0.conv",
+    "optimizer": "stem",
+}
+WITHOUT_MICRO_BATCH = {"state", "reduce", "optimizer"}
+EVERYWHERE = [(wrapper, phase, rank) for wrapper in ("ddp", "fsdp2") for phase in LAYERS for rank in (0, 1)]
+ONCE = [("fsdp1", phase, 0) for phase in LAYERS]  # a rank holds a flat range: rank 1's begins behind most layers
+CELLS = EVERYWHERE + ONCE
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A phase on a rank, and whether `inject` is called or the environment asks for it."""
+
+    phase: str
+    rank: int
+    dump_dir: str
+
+    def options(self) -> dict[str, Any]:
+        place = {"rank": self.rank, "step": STEP, "layer": LAYERS[self.phase], "phase": self.phase}
+        return place if self.phase in WITHOUT_MICRO_BATCH else {**place, "micro_batch": MICRO_BATCH}
+
+
+def _train(rank: int, world_size: int, wrapper: str, planted: list[Planted]) -> list[Record]:
+    return [_train_one(rank, wrapper, each) for each in planted]
+
+
+def _train_one(rank: int, wrapper: str, planted: Planted) -> Record:
+    from ddp_nanguard.testing import inject
+
+    options = {"keep_previous": True} if planted.phase == "optimizer" else {}
+    job = Job(wrapper, num_steps=4, num_micro_batches=2, options=options, dump_dir=planted.dump_dir)
+    run = build(job, rank)
+    injection = inject(run.model, **planted.options())
+    train_steps(run)
+    assert injection.num_planted == (rank == planted.rank)
+    injection.remove()
+    run.guard._detach()
+    return run.record
+
+
+Launch = Callable[[str], dict[tuple[str, int], list[Record]]]
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    """All phases and ranks of a wrapper one after the other in the same processes, once."""
+
+    @functools.cache
+    def run(wrapper: str) -> dict[tuple[str, int], list[Record]]:
+        root = tmp_path_factory.mktemp("dumps")
+        cells = [(phase, rank) for kind, phase, rank in CELLS if kind == wrapper]
+        planted = [Planted(phase, rank, str(root / f"{phase}-{rank}")) for phase, rank in cells]
+        per_rank = run_ranks(_train, 2, timeout_s=40, wrapper=wrapper, planted=planted)
+        return {cell: [records[index] for records in per_rank] for index, cell in enumerate(cells)}
+
+    return run
+
+
+@pytest.mark.parametrize(("wrapper", "phase", "rank"), CELLS)
+def test_both_ranks_name_what_was_planted(wrapper: str, phase: str, rank: int, launch: Launch) -> None:
+    records = launch(wrapper)[phase, rank]
+    assert records[0].error is not None
+    assert records[0].error == records[1].error
+    report = records[0].report
+    assert report is not None and report == records[1].report
+    origin = report["origin"]
+    assert (origin["phase"], origin["layer"], origin["step"], origin["kind"]) == (phase, LAYERS[phase], STEP, "nan")
+    assert origin["micro_batch"] == (None if phase in WITHOUT_MICRO_BATCH else MICRO_BATCH)
+    assert origin["rank"] == (None if phase == "reduce" else rank)
+    assert report["holders"] == ([rank] if phase == "reduce" else [])
+    assert [record.error_step for record in records] == [STEP + (phase == "optimizer")] * 2
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp1", "fsdp2"])
+def test_replays_meet_it_again(wrapper: str, launch: Launch) -> None:
+    """The recipe knows nothing of it: the dump does."""
+    ran = launch(wrapper)
+    rank = 0 if wrapper == "fsdp1" else 1
+    dumps = {phase: _dump(ran[phase, rank]) for phase in LAYERS}
+    replayed = dict(zip(dumps, replay_alone(list(dumps.values())), strict=True))
+    assert {phase: one.code for phase, one in replayed.items()} == {
+        phase: CANNOT if phase == "reduce" else SAME for phase in LAYERS
+    }, replayed
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_a_reduce_fault_replays_on_all_ranks(wrapper: str, launch: Launch) -> None:
+    replayed = replay_on_all_ranks(_dump(launch(wrapper)["reduce", 1]), 2)
+    assert [one.code for one in replayed] == [SAME, SAME], replayed
+
+
+def _dump(records: list[Record]) -> str:
+    assert records[0].report is not None
+    return str(records[0].report["dump_path"])
+
+
+def _from_environment(rank: int, world_size: int) -> tuple[Any, str | None, list[str]]:
+    run = build(Job("fsdp2", num_steps=3), rank)
+    train_steps(run)
+    assert run.record.report is not None
+    return run.record.report["origin"], run.record.error, run.record.report["notes"]
+
+
+def test_the_environment_picks_a_layer_of_which_the_rank_holds_a_part() -> None:
+    env = {"NANGUARD_INJECT": "rank=1,step=1,phase=state"}
+    (origin, error, notes), other = run_ranks(_from_environment, env=env)
+    assert (origin, error, notes) == other
+    assert (origin["rank"], origin["step"], origin["phase"]) == (1, 1, "state")
+    assert notes[0] == f"NANGUARD_INJECT plants a fault in this job: rank 1 · step 1 · state · {origin['layer']}: nan"
+
+
+def _refused(rank: int, world_size: int) -> str:
+    with pytest.raises(ValueError, match="NANGUARD_INJECT") as raised:
+        build(Job("ddp"), rank)
+    return str(raised.value)
+
+
+def test_what_the_planned_rank_cannot_do_is_refused_on_all() -> None:
+    first, second = run_ranks(_refused, env={"NANGUARD_INJECT": "rank=1,step=1,phase=state,layer=blocks.1.gate"})
+    assert first == second
+    assert "option layer='blocks.1.gate' does not fit; valid: \"\", stem, blocks.0.conv" in first
