@@ -47,6 +47,7 @@ PHASES = tuple(str(phase) for phase in Phase)
 WITHOUT_LAYER = ("input", "loss")
 IN_PARAMETERS = ("state", "reduce", "optimizer")
 LEFT_IN_DUMP = ("input", "state")
+REPLAY = "replay"
 MAX_NAMES = 12
 OVERDUE_STEPS = 3
 """So many steps after the planted one, a job that still runs is told so."""
@@ -133,8 +134,14 @@ class Injection:
         if self.active and not self.num_planted:
             self.on_model()
         if now is not None and now[0] >= self.plan.step + OVERDUE_STEPS:
-            done = "it was planted" if self.num_planted else "nothing was planted"
-            self.tell(f"step {now[0]} is reached and the job still runs; {done}")
+            self.tell(f"step {now[0]} is reached and the job still runs; {self._outcome()}")
+
+    def _outcome(self) -> str:
+        if self.num_planted:
+            return "it was planted, and nobody minded: masked, or skipped by a scaler"
+        if self.plan.phase in ("forward", "backward"):
+            return "nothing was planted: the layer was not called in that micro-batch, or is compiled"
+        return "nothing was planted: there is no such micro-batch, or no watched loss"
 
     def _micro_batch(self, now: tuple[int, int] | None) -> int:
         """A reduce comes with whichever micro-batch communicates."""
@@ -161,7 +168,8 @@ class Injection:
         """A warning, each text once."""
         if text not in self._told:
             self._told.add(text)
-            _log.warning("%s: %s (%s)", self.source, text, self.plan)
+            level = logging.INFO if self.source == REPLAY else logging.WARNING
+            _log.log(level, "%s: %s (%s)", self.source, text, self.plan)
 
 
 _injections: weakref.WeakKeyDictionary[nn.Module, list[Injection]] = weakref.WeakKeyDictionary()
@@ -392,7 +400,7 @@ def replant(guard: NanGuard, parts: Parts, planted: list[dict[str, Any]]) -> lis
     plans = [Plan(**data) for data in planted]
     for plan in plans:
         if plan.phase not in LEFT_IN_DUMP:
-            guard._handles.append(plant(parts.wrapper.model, plan, guard, "replay", here=True))
+            guard._handles.append(plant(parts.wrapper.model, plan, guard, REPLAY, here=True))
     return [f"the fault was planted, and is again: {plan}" for plan in plans]
 
 

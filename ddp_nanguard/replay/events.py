@@ -68,6 +68,7 @@ class Event:
         node: the autograd node, in backward.
         forward_operator: the operator that made the node.
         inputs, output: described for births and for operators that took a value from outside.
+        numbers: arguments that are no tensors, as in ``other=0``.
         num_hit: elements of the output that are of that kind.
         rows: indices in dim 0 that are hit, where dim 0 is the batch; at most `MAX_ROWS`.
         num_rows: how many are hit; None where dim 0 is not the batch.
@@ -91,6 +92,7 @@ class Event:
     forward_operator: str | None = None
     inputs: tuple[Operand, ...] = ()
     output: Operand | None = None
+    numbers: tuple[str, ...] = ()
     num_hit: int = 0
     rows: tuple[int, ...] = ()
     num_rows: int | None = None
@@ -110,6 +112,19 @@ class Event:
     def line(self) -> Line | None:
         """The line to show: where it ran, or the forward line that made the node."""
         return next(iter((*self.lines, *self.forward_lines)), None)
+
+    def place(self) -> dict[str, Any]:
+        """What, where and which line, JSON-ready."""
+        line = self.line
+        return {
+            "operator": self.operator,
+            "kind": self.kind,
+            "phase": self.phase,
+            "layer": self.layer,
+            "call": self.call,
+            "file": line.file if line is not None else None,
+            "line": line.number if line is not None else None,
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready data, without the values."""

@@ -16,6 +16,13 @@ _OVERWRITES = {
     "log_normal", "set", "resize",
 }  # fmt: skip
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
+FILLS = {
+    "masked_fill", "fill", "full", "full_like", "new_full", "where", "scalar_tensor", "lift_fresh", "index_fill",
+    "constant_pad_nd", "index_put",
+}  # fmt: skip
+"""Operators that write a number of the code as it is: with an infinity that is a mask."""
+_BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
+"""They change their running statistics, which their schemas do not say."""
 _LIFTED = {"lift_fresh", "lift", "lift_fresh_copy"}
 
 
@@ -61,6 +68,8 @@ def _read(function: Any) -> Operator | None:
     name = str(function)
     base = base_name(name)
     writes = frozenset(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    if base in _BATCH_NORMS:
+        writes |= {"running_mean", "running_var"}
     is_out = any(a.is_out for a in schema.arguments)
     aliases = any(r.alias_info is not None for r in schema.returns)
     return Operator(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .lines import Line, Spot
 from .memory import key_of, storage_of, weak_reference
-from .operators import Operator, tensors_of
+from .operators import Operator, named_arguments, tensors_of
 
 _REDUCTIONS = {
     "sum", "mean", "nansum", "count_nonzero", "bincount", "var", "std", "linalg_vector_norm", "norm", "amax", "amin",
@@ -47,7 +47,9 @@ class Origins:
     def __init__(self) -> None:
         self._found: dict[int, tuple[Origin, Any]] = {}
 
-    def note(self, operator: Operator, args: tuple[Any, ...], output: Any, spot: Spot | None) -> None:
+    def note(
+        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, spot: Spot | None
+    ) -> None:
         """An operator has run."""
         if operator.base not in _REDUCTIONS and operator.base not in _DERIVING:
             return
@@ -56,7 +58,9 @@ class Origins:
         if result is None or source is None or result.numel() > _MAX_NUMEL:
             return
         if operator.base in _REDUCTIONS:
-            self._keep(result, Origin(operator.base, _dims(args, source.dim()), tuple(source.shape), spot))
+            named = dict(named_arguments(operator, args, kwargs))
+            name = operator.base.removeprefix("linalg_vector_")
+            self._keep(result, Origin(name, _dims(named.get("dim"), source.dim()), tuple(source.shape), spot))
             return
         known = [origin for tensor in tensors_of(args) if (origin := self.of(tensor)) is not None]
         if len(known) == 1 and result.shape == source.shape:
@@ -73,8 +77,7 @@ class Origins:
             self._found[key_of(tensor)] = (origin, weak_reference(storage))
 
 
-def _dims(args: tuple[Any, ...], num_dims: int) -> tuple[int, ...] | None:
-    given = args[1] if len(args) > 1 else None
+def _dims(given: Any, num_dims: int) -> tuple[int, ...] | None:
     dims = [given] if isinstance(given, int) and not isinstance(given, bool) else given
     if not isinstance(dims, (list, tuple)) or not dims:
         return None

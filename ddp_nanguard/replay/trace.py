@@ -29,7 +29,7 @@ from .events import MAX_ROWS, SEVERITY, Call, Event, describe, hit_mask, quick_k
 from .lines import Kind, Spot, first_spot, stack_of
 from .memory import Memory
 from .modules import ModuleStack, Place
-from .operators import Operator, Operators, kinds_of, named_arguments, numbers_of, tensors_of
+from .operators import FILLS, Operator, Operators, kinds_of, named_arguments, numbers_of, tensors_of
 from .origins import Origin, Origins
 
 MAX_KEPT = 64
@@ -105,7 +105,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         if operator.reads_number:
             self._note_number(output, args[0])
             return output
-        self.origins.note(operator, args, output, spot)
+        self.origins.note(operator, args, kwargs, output, spot)
         self._look(function, operator, given, kwargs, output, frame)
         return output
 
@@ -132,7 +132,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     ) -> None:
         """Whether the operator left something non-finite."""
         written = [original for name, original, _ in given if name in operator.writes]
-        outputs = list(tensors_of(written or output))
+        outputs = list({id(tensor): tensor for tensor in tensors_of([written, output])}.values())
         kinds = [quick_kind(tensor) for tensor in outputs]
         worst = worst_kind(kinds)
         if worst is None:
@@ -164,7 +164,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         if event.category == "constant":
             written = [kind] if operator.is_literal else kinds_of(numbers)
             bad = [self._read[k] for k in written if k in self._read]
-            bad += [original for original, _ in sources if self.memory.name_of(original)]  # from_numpy of a batch
+            if operator.is_literal:  # from_numpy of a batch
+                bad += [original for original, _ in sources if self.memory.name_of(original)]
             event.category = "spread" if bad else "constant"
         self._follow(event, bad)
         event.roots = self._roots(event, worst)
@@ -183,13 +184,15 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         if event.outside and not (event.category == "birth" and worst == "-inf"):
             found.add(event.order)
         if event.category == "birth":
-            found = {root for root in found if not self._is_legal(self._by_order[root])}
+            found = {root for root in found if root == event.order or not self._is_legal(self._by_order[root])}
         return frozenset(sorted(found)[:8]) or frozenset({event.order})
 
     @staticmethod
     def _is_legal(root: Event) -> bool:
         """Masks: infinities that the code wrote, or -inf that was there before the step."""
-        return root.kind != "nan" and (root.category == "constant" or (bool(root.outside) and root.kind == "-inf"))
+        if root.category == "constant":
+            return root.kind != "nan" and root.base in FILLS
+        return bool(root.outside) and root.kind == "-inf"
 
     def _place(self, event: Event, frame: FrameType) -> None:
         stack = stack_of(frame)
@@ -230,6 +233,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         operands = _sources(operator, given)
         event.inputs = tuple(describe(value, self._name_of(original)) for original, value in operands)
         event.output = describe(output)
+        event.numbers = tuple(f"{name}={value:g}" for name, value, _ in given if type(value) in (int, float))
         divisor = next((o for (o, _) in operands[1:2]), None) if event.base == "div" else None
         origin = self.origins.of(divisor) if divisor is not None else None
         if origin is not None:

@@ -22,6 +22,9 @@ from .rerun import Rerun
 from .session import Session, eager, is_compiled
 from .trace import Trace
 
+MAX_PATH = 64
+"""Events of the path that JSON holds."""
+
 
 @dataclass
 class Traced:
@@ -56,7 +59,8 @@ class Traced:
         return {
             "target": self.target,
             "birth": self.birth.to_dict() if self.birth is not None else None,
-            "path": [event.to_dict() for event in self.path],
+            "path": [event.place() for event in self.path[:MAX_PATH]],
+            "path_length": len(self.path),
             "micro_batch": self.micro_batch,
             "num_operators": self.num_operators,
             "notes": self.notes,
@@ -160,7 +164,11 @@ class Watcher:
         for name, parameter in wrapper.named_parameters():
             writer = self._trace.memory.writer(wrapper.local(parameter))
             if writer is not None and quick_kind(parameter) is not None:
-                self._updated.append((name, writer))
+                self._updated.append((f"{name} is {_WORDS[writer.kind]} after the update", writer))
+        for name, buffer in wrapper.named_buffers():
+            writer = self._trace.memory.writer(buffer)
+            if writer is not None and writer.kind != "-inf":  # the guard has put it back
+                self._updated.append((f"the buffer {name} is {_WORDS[writer.kind]}", writer))
 
     # -- what it showed ----------------------------------------------------------------------------------------------
 
@@ -196,8 +204,8 @@ class Watcher:
         scaled = next((seen for seen in self._seen if seen.gradients), None)
         if scaled is not None:
             return self._gradient_target(scaled)
-        for name, event in sorted(self._updated, key=lambda pair: pair[1].order):
-            return None, f"{name} is {_WORDS[event.kind]} after the update", event
+        for text, event in sorted(self._updated, key=lambda pair: pair[1].order):
+            return next((seen for seen in self._seen if seen.index == event.micro_batch), None), text, event
         return self._anything()
 
     def _gradient_target(self, seen: _Seen) -> tuple[_Seen, str, Event]:

@@ -44,7 +44,8 @@ def trace_text(traced: Traced) -> str:
 
 def reason_text(reason: Reason) -> str:
     """One sentence and the evidence."""
-    lines = [f"reason: {reason.kind}: {reason.sentence}"]
+    kind = "" if reason.sentence.startswith(f"{reason.kind}:") else f"{reason.kind}: "
+    lines = [f"reason: {kind}{reason.sentence}"]
     lines += [_line("evidence" if index == 0 else "", text) for index, text in enumerate(reason.evidence)]
     return "\n".join(lines) + "\n"
 
@@ -90,7 +91,8 @@ def _operator(birth: Event) -> str:
     node = f" ({birth.node})" if birth.node else ""
     what = {"birth": "made it", "constant": "wrote it", "spread": "took it in"}[birth.category]
     outside = ", ".join(name or "a value made outside the step" for name in birth.outside)
-    return f"{birth.operator}{made}{node} {what}" + (f" from {outside}" if outside else "")
+    numbers = f" with {', '.join(birth.numbers)}" if birth.numbers else ""
+    return f"{birth.operator}{numbers}{made}{node} {what}" + (f" from {outside}" if outside else "")
 
 
 def _where(birth: Event) -> str:

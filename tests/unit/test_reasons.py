@@ -361,6 +361,51 @@ def test_memory_that_nobody_wrote(tmp_path: Path) -> None:
     assert found.traced.birth.line.number == marked(THIS, "empty")
 
 
+class Normed(Body):
+    """Its outputs are finite, what BatchNorm keeps for evaluation is not."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.tanh)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.b(self.norm(self.a(values) * 1e25))  # type: ignore[no-any-return]
+
+
+def test_running_statistics_that_overflow(tmp_path: Path) -> None:
+    found = diagnosed(Job(lambda: Normed(), square, [batch()]), tmp_path)
+    assert found.traced is not None and found.traced.birth is not None
+    assert found.traced.target == "the buffer norm.running_var is +Inf"
+    assert (found.traced.birth.operator, found.traced.birth.layer) == ("aten.native_batch_norm.default", "norm")
+    assert found.reason.kind == "overflow"
+
+
+def hooked(h: Tensor) -> Tensor:
+    if h.requires_grad:
+        h.register_hook(lambda gradient: gradient / 0)  # <hook>
+    return h
+
+
+def test_code_of_the_users_that_runs_in_backward(tmp_path: Path) -> None:
+    found = diagnosed(between(hooked), tmp_path)
+    assert found.traced is not None and found.traced.birth is not None and found.traced.birth.line is not None
+    assert (found.traced.birth.phase, found.traced.birth.line.number) == ("backward", marked(THIS, "hook"))
+    assert (found.reason.kind, found.traced.birth.numbers) == ("division by zero", ("other=0",))
+
+
+def test_an_infinity_of_the_batch_that_becomes_nan_at_once(tmp_path: Path) -> None:
+    loss = lambda h, items: F.binary_cross_entropy_with_logits(h, items["t"])  # noqa: E731
+    found = diagnosed(of_loss(loss, t=torch.full((N, 3), math.inf)), tmp_path)
+    assert found.reason.sentence.startswith('batch["t"] holds Inf, samples 0, 1, 2')
+
+
+@pytest.mark.parametrize("held", [math.nan, [1.0, math.nan]], ids=["a number", "a list"])
+def test_a_number_of_the_batch(held: Any, tmp_path: Path) -> None:
+    found = diagnosed(of_loss(lambda h, items: (h.mean() * torch.tensor(items["w"])).sum(), w=held), tmp_path)
+    assert found.reason.kind == "bad input"
+    assert found.reason.sentence == f'batch["w"]{"[1]" if isinstance(held, list) else ""} holds NaN'
+
+
 # -- optimizers, scalers, growth
 # ------------------------------------------------------------------------------------------------
 
@@ -588,7 +633,7 @@ def test_growth_from_the_history_alone() -> None:
     found = reason_for(Facts(report(site("forward")), histories=histories))
     assert found.sentence == "growth: the loss grew by a factor of 10.00 per step since step 4, on every rank"
     one = reason_for(Facts(report(site("forward")), histories={0: histories[0], 1: history([1.0] * 6)}))
-    assert one.sentence.endswith("since step 4, on ranks 0")
+    assert one.sentence.endswith("since step 4, on rank 0")
 
 
 def test_state_from_the_report_alone() -> None:

@@ -20,7 +20,7 @@ _PRODUCTS = {"mul", "mm", "bmm", "addmm", "matmul", "baddbmm", "dot", "mv", "lin
 def division_by_zero(facts: Facts) -> Reason | None:
     """A division whose divisor is exactly zero wherever its result is not finite."""
     birth = facts.birth
-    if birth is None or birth.phase == "backward" or not is_division_by_zero(birth):
+    if birth is None or is_derivative(birth) or not is_division_by_zero(birth):
         return None
     divisor = operand(birth, 0 if birth.base == "reciprocal" else 1)
     what = "0/0" if birth.kind == "nan" else "x/0"
@@ -36,6 +36,11 @@ def division_by_zero(facts: Facts) -> Reason | None:
         text += f": {absent[0]}"
         evidence.append(absent[1])
     return Reason("division by zero", f"{what} in {at(birth)}: {text}", tuple(e for e in evidence if e))
+
+
+def is_derivative(event: Event) -> bool:
+    """Whether autograd's own formula ran, and no backward code of the user's."""
+    return event.phase == "backward" and not event.lines
 
 
 def is_division_by_zero(event: Event) -> bool:

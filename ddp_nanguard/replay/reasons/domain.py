@@ -12,7 +12,7 @@ from torch import Tensor
 from ddp_nanguard.replay.events import Event
 from ddp_nanguard.replay.traced import Traced
 
-from .division import is_division_by_zero
+from .division import is_derivative, is_division_by_zero
 from .facts import Facts, Reason, all_at_hits, at, at_hits, hits, is_zero, operand
 
 Test = Callable[[Tensor], Tensor]
@@ -64,7 +64,7 @@ def edge_of_domain(facts: Facts) -> Reason | None:
     """log, sqrt, pow, acos ... of a number for which they have no finite value."""
     birth = facts.birth
     mask = hits(birth) if birth is not None else None
-    if birth is None or mask is None or birth.phase == "backward":
+    if birth is None or mask is None or is_derivative(birth):
         return None
     name = _edge_name(birth, mask)
     if name is None:
@@ -98,7 +98,7 @@ def _edge_of_pow(birth: Event, mask: Tensor) -> str | None:
 def edge_of_derivative(facts: Facts) -> Reason | None:
     """The value is finite, its derivative is not."""
     birth = facts.birth
-    if birth is None or birth.phase != "backward" or birth.node is None or not _is_singular(birth):
+    if birth is None or not is_derivative(birth) or birth.node is None or not _is_singular(birth):
         return None
     text = _DERIVATIVES.get(_node_name(birth.node))
     if text is None:

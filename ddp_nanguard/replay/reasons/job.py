@@ -41,7 +41,7 @@ def scale_collapse(facts: Facts) -> Reason | None:
 
 def not_reproduced(facts: Facts) -> Reason | None:
     """The same step was finite this time."""
-    if facts.outcome != "not_reproduced":
+    if facts.outcome != "not_reproduced" or facts.birth is not None:
         return None
     why = f"different here: {'; '.join(facts.differs)}" if facts.differs else "on equal software"
     sentence = f"the same step was finite in the replay, {why}: nondeterminism, dirty memory or the device's hardware"
@@ -126,7 +126,7 @@ def growth(facts: Facts) -> Reason | None:
     if facts.birth is None and values[-1] / values[0] < MIN_TOTAL_UNTRACED:
         return None
     factor = (values[-1] / values[0]) ** (1 / (len(values) - 1))
-    where = "on every rank" if len(found) == len(facts.histories) else f"on ranks {listed(sorted(found))}"
+    where = "on every rank" if len(found) == len(facts.histories) else f"on rank {listed(sorted(found))}"
     sentence = f"growth: {name} grew by a factor of {factor:.2f} per step since step {steps[0]}, {where}"
     evidence = [f"step {step}: {value:.4g}" for step, value in list(zip(steps, values, strict=True))[-6:]]
     if facts.birth is not None:

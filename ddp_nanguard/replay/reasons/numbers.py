@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ddp_nanguard.replay.events import Event, quick_kind
+from ddp_nanguard.replay.operators import tensors_of
 
 from .facts import Facts, Reason, all_at_hits, at, hits, listed, operand
 
@@ -44,7 +45,7 @@ def _masked_rows(event: Event) -> list[Any]:
         return []
     if event.base in _SOFTMAX:
         dim = operand(event, 1)
-    elif event.base == "sub" and all_at_hits(operand(event, 1), mask, torch.isneginf):  # x - x.max()
+    elif event.base == "sub" and _is_less_its_maximum(scores, operand(event, 1)):
         dim = -1
     else:
         return []
@@ -53,6 +54,14 @@ def _masked_rows(event: Event) -> list[Any]:
         return []
     found = rows.squeeze(dim).nonzero().tolist()
     return [index[0] if len(index) == 1 else tuple(index) for index in found]
+
+
+def _is_less_its_maximum(scores: Tensor, subtracted: Any) -> bool:
+    """A softmax by hand: ``x - x.amax(-1, keepdim=True)``."""
+    if not isinstance(subtracted, Tensor) or scores.shape[-1] < 2:
+        return False
+    largest = scores.amax(-1, keepdim=True)
+    return subtracted.shape == largest.shape and bool((subtracted == largest).all())
 
 
 def empty_reduction(facts: Facts) -> Reason | None:
@@ -145,14 +154,17 @@ def _again(event: Event, dtype: torch.dtype) -> float | None:
     """The largest absolute value of the operator's output in another dtype, None where it is not finite there."""
     assert event.made is not None
     made = event.made
+    args = [_cast(value, dtype) for value in made.args]
     kwargs = {key: dtype if isinstance(v, torch.dtype) else _cast(v, dtype) for key, v in made.kwargs.items()}
     try:
-        output = made.function(*(_cast(value, dtype) for value in made.args), **kwargs)
+        output = made.function(*args, **kwargs)
     except (RuntimeError, NotImplementedError, TypeError, ValueError):
         return None
     output = output[0] if isinstance(output, (tuple, list)) else output
     if not isinstance(output, Tensor) or output.dtype != dtype or quick_kind(output) is not None:
         return None
+    if any(quick_kind(tensor) for tensor in tensors_of([*args, *kwargs.values()])):
+        return None  # what it writes in place
     return output.abs().max().item() if output.numel() else 0.0
 
 
