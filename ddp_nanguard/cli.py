@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.metadata
 import json
 import os
 import sys
@@ -38,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ddp-nanguard", description="Lists, shows and replays the dumps of NanGuard.")
+    parser.add_argument("--version", action="version", version=f"ddp-nanguard {_version()}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_list(commands)
     _add_show(commands)
@@ -46,6 +48,13 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_drill(commands)
     return parser
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("ddp-nanguard")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
 
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"

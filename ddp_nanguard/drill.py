@@ -11,33 +11,24 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from .config import ENV_INJECT, ENV_PREFIX
+from .drill_job import LAUNCHERS, MARK, Ran, kill_all, num_processes, run_job
 
 WRONG_USAGE = 2
 PHASES = ("state", "input", "forward", "loss", "backward", "reduce", "optimizer")
 WITHOUT_LAYER = ("input", "loss")
 WITHOUT_MICRO_BATCH = ("state", "reduce", "optimizer")
-MARK = "DDP_NANGUARD_DRILL"
-"""Environment variable that tells the drill's processes, whoever their parent is by now."""
-GRACE_S = 5.0
 MAX_SHOWN = 3000
 _JOB_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch")
-_FLAGS = ("-m", "--module", "--standalone", "--no-python", "--run-path", "--virtual-local-rank")
 _MESSAGE = re.compile(r"(NonFiniteError: .*(?:\n(?:\[rank\d+\]: )?  .*)*)")
-_FAILED = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s*exitcode\s*: (-?\d+)")
-_SAID = re.compile(rf"{ENV_INJECT}: (.*)")
 
 
 @dataclass(frozen=True)
@@ -74,29 +65,6 @@ class Row:
     def __str__(self) -> str:
         status = {True: "ok", False: "FAILED", None: "-"}[self.holds]
         return f"  {self.promise:<28}{status:<8}{self.detail}"
-
-
-@dataclass
-class Ran:
-    """How the job ended.
-
-    Attributes:
-        code: of the command; None where it had to be killed.
-        seconds: it took.
-        codes: of the workers by rank, as far as they are known.
-        texts: what each worker printed, in rank order; the whole output where the command is no torchrun.
-        said: what the planting said, without its place.
-        left: processes that were left when the command had ended, and were killed.
-        stopped_because: why the drill ended it.
-    """
-
-    code: int | None
-    seconds: float
-    codes: dict[int, int]
-    texts: list[str]
-    said: list[str]
-    left: list[str] = field(default_factory=list)
-    stopped_because: str | None = None
 
 
 def run_drill(order: Order) -> int:
@@ -141,7 +109,7 @@ def _drill(order: Order, phase: str, directory: Path) -> list[Row]:
     text = ",".join(f"{key}={value}" for key, value in plan.items())
     print(f"{ENV_INJECT}={text}\n$ {' '.join(order.command)}", flush=True)
     environment = _environment(directory, phase, text)
-    ran = _run(order, directory, environment)
+    ran = run_job(order.command, order.timeout_s, directory, environment)
     dump = _dump_in(directory / "nan_dumps")
     rows = [_ended(ran, order), _planted(ran, dump, plan)]
     if not any(row.holds is False for row in rows) or dump is not None:
@@ -156,7 +124,7 @@ def _drill(order: Order, phase: str, directory: Path) -> list[Row]:
 
 
 def _plan(order: Order, phase: str) -> dict[str, Any]:
-    rank = order.rank if order.rank is not None else min(1, _num_processes(order.command) - 1)
+    rank = order.rank if order.rank is not None else min(1, num_processes(order.command) - 1)
     plan: dict[str, Any] = {"rank": rank, "step": order.step, "phase": phase, "kind": order.kind}
     return plan if order.layer is None or phase in WITHOUT_LAYER else {**plan, "layer": order.layer}
 
@@ -169,146 +137,6 @@ def _environment(directory: Path, phase: str, text: str) -> dict[str, str]:
         names[f"{ENV_PREFIX}KEEP_PREVIOUS"] = "1"
     kept = {name: value for name, value in os.environ.items() if name not in _JOB_VARIABLES}
     return {**kept, "PYTHONUNBUFFERED": "1", **names}
-
-
-# -- the job -----------------------------------------------------------------------------------------------------------
-
-
-def _run(order: Order, directory: Path, environment: dict[str, str]) -> Ran:
-    """Runs the command in a session of its own until it ends, is overdue, or lasts too long."""
-    logs = directory / "logs"
-    command = with_logs(order.command, logs)
-    begun = time.monotonic()
-    with (directory / "output.txt").open("w") as output:
-        job = subprocess.Popen(
-            command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            reason = _wait(job, order, directory, logs, begun)
-        finally:
-            ended_by_itself = job.poll() is not None
-            if ended_by_itself:
-                _wait_for_none(environment[MARK])
-            left = _kill_all(environment[MARK])
-            job.terminate()  # where there is no /proc to find it by: torchrun ends its workers then
-            job.wait()
-    whole = (directory / "output.txt").read_text(errors="replace")
-    texts = _worker_texts(logs) or [whole]
-    is_torchrun = launcher_end(order.command) is not None
-    codes = {int(rank): int(code) for rank, code in _FAILED.findall(whole)} if is_torchrun else {0: job.returncode}
-    return Ran(
-        code=job.returncode if ended_by_itself else None,
-        seconds=time.monotonic() - begun,
-        codes=codes,
-        texts=texts,
-        said=list(dict.fromkeys(said.strip() for text in [*texts, whole] for said in _SAID.findall(text))),
-        left=left if ended_by_itself else [],
-        stopped_because=reason,
-    )
-
-
-def _wait(job: subprocess.Popen[bytes], order: Order, directory: Path, logs: Path, begun: float) -> str | None:
-    """Why the job is to be killed; None where it has ended."""
-    while job.poll() is None:
-        if time.monotonic() - begun > order.timeout_s:
-            return f"HANGS, or is slow: no end within {order.timeout_s:g} s"
-        for text in (*_worker_texts(logs), (directory / "output.txt").read_text(errors="replace")):
-            for said in _SAID.findall(text):
-                if "the job still runs" in said or said.startswith("NOT planted"):
-                    return f"nothing to wait for: {said}"
-        time.sleep(0.25)
-    return None
-
-
-def launcher_end(command: Sequence[str]) -> int | None:
-    """Position of the script in a torchrun command; None for any other command."""
-    position = _launcher_length(command)
-    if position is None:
-        return None
-    while position < len(command) and command[position].startswith("-"):
-        option = command[position].replace("_", "-")
-        position += 1 if "=" in option or option in _FLAGS or _is_joined(option) else 2
-    return min(position, len(command))
-
-
-def _is_joined(option: str) -> bool:
-    """``-r3``: a short option with its value."""
-    return not option.startswith("--") and len(option) > 2
-
-
-def _launcher_length(command: Sequence[str]) -> int | None:
-    if os.path.basename(command[0]) == "torchrun":
-        return 1
-    for position in range(1, len(command) - 1):
-        if command[position] == "-m" and command[position + 1] in _LAUNCHERS:
-            return position + 2
-        if not command[position].startswith("-"):
-            return None
-    return None
-
-
-def with_logs(command: Sequence[str], logs: Path) -> list[str]:
-    """The command, with a log per worker and no restarts where it is torchrun's."""
-    end = launcher_end(command)
-    start = [sys.executable, "-m", _LAUNCHERS[0]] if shutil.which(command[0]) is None else [command[0]]
-    if end is None:
-        return list(command)
-    options = [f"--log-dir={logs}", "--redirects=3", "--max-restarts=0", "--monitor-interval=0.1"]
-    return [*start, *command[1:end], *options, *command[end:]]
-
-
-def _num_processes(command: Sequence[str]) -> int:
-    """Of a torchrun command, as far as it says; 1 otherwise."""
-    end = launcher_end(command) or 0
-    for position, option in enumerate(command[:end]):
-        name, _, value = option.replace("_", "-").partition("=")
-        if name in ("--nproc-per-node", "--nnodes"):
-            value = value or command[position + 1]
-            if not value.isdigit() or int(value) > 1:
-                return 2
-    return 1
-
-
-def _worker_texts(logs: Path) -> list[str]:
-    """What each worker printed, stdout before stderr, in rank order."""
-    workers = sorted(logs.glob("*/attempt_0/*"), key=lambda path: int(path.name)) if logs.is_dir() else []
-    names = ("stdout.log", "stderr.log")
-    return [
-        "".join((path / name).read_text(errors="replace") for name in names if (path / name).exists())
-        for path in workers
-    ]
-
-
-# -- processes ---------------------------------------------------------------------------------------------------------
-
-
-def _marked(mark: str) -> Iterator[tuple[int, str]]:
-    """Live processes with the drill's mark in their environment, with their commands; none where there is no /proc."""
-    wanted = f"{MARK}={mark}".encode()
-    for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, IndexError):
-            if wanted not in (path / "environ").read_bytes().split(b"\0"):
-                continue
-            if (path / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
-                yield int(path.name), (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-
-
-def _wait_for_none(mark: str) -> None:
-    """What is about to end may do so."""
-    deadline = time.monotonic() + GRACE_S
-    while any(_marked(mark)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-
-
-def _kill_all(mark: str) -> list[str]:
-    """End every process of the job, children first asked, then killed; what there was."""
-    found = {pid: f"{pid} {command[:80]}" for pid, command in _marked(mark)}
-    for sign in (signal.SIGTERM, signal.SIGKILL):
-        for pid, _ in list(_marked(mark)):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, sign)
-        _wait_for_none(mark)
-    return list(found.values())
 
 
 # -- the promises ------------------------------------------------------------------------------------------------------
@@ -411,7 +239,7 @@ def _replayed(dump: Path, manifest: dict[str, Any], order: Order, environment: d
     name = "the replay is the same"
     command = [sys.executable, "-m", "ddp_nanguard.cli", "replay", str(dump), "--json"]
     if is_together:
-        launch = [sys.executable, "-m", _LAUNCHERS[0], "--standalone", f"--nproc-per-node={manifest['world_size']}"]
+        launch = [sys.executable, "-m", LAUNCHERS[0], "--standalone", f"--nproc-per-node={manifest['world_size']}"]
         command = [*launch, "--redirects=0", "-m", "ddp_nanguard.replay.run", str(dump)]
     variables = {key: value for key, value in environment.items() if not key.startswith(ENV_PREFIX)}
     package = str(Path(__file__).parents[1])
@@ -422,7 +250,7 @@ def _replayed(dump: Path, manifest: dict[str, Any], order: Order, environment: d
     try:
         output, errors = replay.communicate(timeout=order.timeout_s)
     except subprocess.TimeoutExpired:
-        _kill_all(environment[MARK])
+        kill_all(environment[MARK])
         replay.communicate()
         return Row(name, False, f"the replay did not end within {order.timeout_s:g} s")
     outcome = _last_json(output)

@@ -70,7 +70,8 @@ def seen(site: Site) -> str:
             return f"{site.slot} of {_call_text(site)} is {kind}"
         case Phase.BACKWARD if site.slot == "grad":
             place = "in the code of" if site.between is not None or site.suspects else "at"
-            return f"gradient {place} {_call_text(site)} is {kind}"
+            ends = f", before {layer_text(site.between.before)}" if site.between is not None else ""
+            return f"gradient {place} {_call_text(site)}{ends} is {kind}"
         case Phase.BACKWARD | Phase.REDUCE:
             return f"gradient of {site.slot} is {kind}"
         case Phase.OPTIMIZER if site.layer is None:
@@ -104,7 +105,7 @@ def _between_text(site: Site) -> str:
     return f"{code}, {ends}: a {kind} {thing} that no watched layer made"
 
 
-def error_text(report: FaultReport) -> str:
+def error_text(report: FaultReport, can_replay: bool = True) -> str:
     """The text of `NonFiniteError`: what and where, evidence, state of the job, the next command."""
     origin = report.origin
     lines = [_headline(report)]
@@ -114,8 +115,21 @@ def error_text(report: FaultReport) -> str:
     lines.append(f"  state:    {_state_text(report)}")
     lines += [f"  note:     {note}" for note in report.notes]
     if report.dump_path:
-        lines.append(f"  next:     ddp-nanguard replay {report.dump_path}")
+        lines.append(f"  next:     {_next_text(report, can_replay)}")
     return "\n".join(lines)
+
+
+def _next_text(report: FaultReport, can_replay: bool) -> str:
+    """The command that helps most with this fault; a replay only where one is possible."""
+    origin, dump = report.origin, report.dump_path
+    if origin is not None and origin.phase is Phase.REDUCE and can_replay and report.world_size > 1:
+        return f"torchrun --nproc-per-node {report.world_size} -m ddp_nanguard.replay.run {dump}"
+    is_lost = origin is not None and origin.phase is Phase.OPTIMIZER and origin.layer is not None and report.state
+    if is_lost:
+        return f"ddp-nanguard show {dump}; to replay an update, train with keep_previous=True"
+    if not can_replay:
+        return f'ddp-nanguard show {dump}; to replay, give replay="module:function"'
+    return f"ddp-nanguard replay {dump} --trace"
 
 
 def _headline(report: FaultReport) -> str:
@@ -134,7 +148,7 @@ def _evidence_text(origin: Site | None) -> str:
     if origin.phase is Phase.OPTIMIZER and origin.layer is None:
         return "a number in the optimizer's parameter groups"
     if evidence is None:
-        return "the tensor is gone; its minimum and maximum showed it"
+        return "seen in the tensor's minimum and maximum; it has been freed since"
     counts = f"{evidence.num_nan} NaN, {evidence.num_inf} Inf, {evidence.num_neg_inf} -Inf of {evidence.numel}"
     first = f", first at {list(evidence.first)}" if evidence.first is not None else ""
     largest = f"; largest finite {evidence.largest_finite:.3g}" if evidence.largest_finite is not None else ""

@@ -142,8 +142,10 @@ class FaultPolicy:
         self._say(log_line(report))
         if self.parts.peers.lost:
             return self._stop(report, view)
-        if self.parts.config.on_fault == "skip" and self._may_skip(view):
-            return self._skip(report, view)
+        if self.parts.config.on_fault == "skip":
+            if self._may_skip(view):
+                return self._skip(report, view)
+            report = replace(report, notes=(*report.notes, self._why_no_skip()))
         return self._stop(report, view)
 
     def _say(self, text: str) -> None:
@@ -195,6 +197,11 @@ class FaultPolicy:
         (damaged,) = self._any_of(bool(view.damage.lasting()))
         return not damaged and self.num_skips < self.parts.config.max_skips
 
+    def _why_no_skip(self) -> str:
+        if self.num_skips >= self.parts.config.max_skips:
+            return f"{self.num_skips} steps were skipped before this one: max_skips={self.parts.config.max_skips}"
+        return "not skipped: state is damaged, and skipping this step would not heal it"
+
     def _skip(self, report: FaultReport, view: LocalView) -> bool:
         parts = self.parts
         self.num_skips += 1
@@ -205,7 +212,8 @@ class FaultPolicy:
         for _, parameter in parts.wrapper.named_parameters():
             parameter.grad = None
         parts.board.discard()
-        _log.warning("step %d skipped on all ranks (%d of %d)", report.step, self.num_skips, parts.config.max_skips)
+        done = f"step {report.step} skipped on all ranks ({self.num_skips} of at most {parts.config.max_skips})"
+        _log.warning("%s%s", done, f"; dump {report.dump_path}" if report.dump_path else "")
         return False
 
     def _stop(self, report: FaultReport, view: LocalView) -> bool:
@@ -218,7 +226,8 @@ class FaultPolicy:
             report = self._heal_buffers(report, view)
         report = self._dumped(report, view, moment)
         parts.board.discard()
-        raise NonFiniteError(error_text(report), report, parts.config.exit_code, parts.peers.meet)
+        text = error_text(report, can_replay=parts.recipe is not None and not parts.config.redact)
+        raise NonFiniteError(text, report, parts.config.exit_code, parts.peers.meet)
 
     def _heal_buffers(self, report: FaultReport, view: LocalView) -> FaultReport:
         """No update happens, so the buffers too are to be those from before the window."""

@@ -106,7 +106,7 @@ def require_fitting_scaler(scaler: object, wrapper_kind: str) -> GradScaler | No
 
         if not isinstance(scaler, ShardedGradScaler):
             raise ValueError(
-                f"option scaler={type(scaler).__name__} with FSDP lets ranks skip apart, each seeing its own shard; "
+                f"option scaler={type(scaler).__name__} with FSDP1 lets ranks skip apart, each seeing its own shard; "
                 "give torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
             )
     return scaler

@@ -20,20 +20,17 @@ import json
 import logging
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from .clock import Clock, GuardClock, OwnClock, Stopped
 from .config import ENV_INJECT, injection_text
-from .hooks import Hook
-from .planting import attach, held_parts, spoilt, with_first_spoilt, write
+from .plan import PHASES, Plan, checked, parsed
+from .planting import attach, spoilt, with_first_spoilt, write
 from .scan import is_plain, tensors_in
-from .site import KINDS, Phase
 from .wrappers import Wrapper, wrapper_of
 
 if TYPE_CHECKING:
@@ -43,54 +40,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-PHASES = tuple(str(phase) for phase in Phase)
-WITHOUT_LAYER = ("input", "loss")
-IN_PARAMETERS = ("state", "reduce", "optimizer")
 LEFT_IN_DUMP = ("input", "state")
 REPLAY = "replay"
-MAX_NAMES = 12
 OVERDUE_STEPS = 3
 """So many steps after the planted one, a job that still runs is told so."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is planted where.
-
-    Attributes:
-        rank: global rank.
-        step: as the guard counts.
-        phase: one of `PHASES`.
-        layer: name in the unwrapped model, "" for the root; None for input and loss.
-        kind: ``nan``, ``inf`` or ``-inf``. The latter two may come to nothing (-inf through a ReLU is 0), and the
-            guard blames -inf only where nothing else is NaN or +inf.
-        micro_batch: index in the step; state, reduce and optimizer belong to none.
-    """
-
-    rank: int
-    step: int
-    phase: str
-    layer: str | None = None
-    kind: str = "nan"
-    micro_batch: int = 0
-
-    def __str__(self) -> str:
-        place = "" if self.phase in IN_PARAMETERS else f" · micro-batch {self.micro_batch}"
-        layer = "" if self.layer is None else f" · {self.layer or '(root)'}"
-        return f"rank {self.rank} · step {self.step}{place} · {self.phase}{layer}: {self.kind}"
-
-
-class Clock(Protocol):
-    """Tells the step and the micro-batch."""
-
-    def entering(self) -> tuple[int, int] | None:
-        """Those of the forward that is about to begin."""
-
-    def updating(self) -> int | None:
-        """The step of the update that is about to begin."""
-
-    def has_loader(self) -> bool:
-        """Whether batches are seen as the loader gives them, by ``guard.steps``."""
 
 
 class Injection:
@@ -106,7 +59,7 @@ class Injection:
         self.plan = plan
         self.num_planted = 0
         self.active = False
-        self.clock: Clock = _Stopped()
+        self.clock: Clock = Stopped()
         self.on_model: Callable[[], None] = _nothing
         self.model: Callable[[], nn.Module | None] = weakref.ref(model)
         self.source = source
@@ -230,104 +183,6 @@ def plant(model: nn.Module, plan: Plan, guard: NanGuard | None, source: str, her
     return injection
 
 
-# -- checking a plan -------------------------------------------------------------------------------------------------
-
-
-def checked(plan: Plan, wrapper: Wrapper, ranks: list[int], own_rank: int) -> Plan:
-    """The plan with its layer filled in.
-
-    Raises:
-        ValueError: names the option, the value and the valid ones.
-    """
-    _require("phase", plan.phase, plan.phase in PHASES, ", ".join(PHASES))
-    _require("kind", plan.kind, plan.kind in KINDS, ", ".join(KINDS))
-    _require("rank", plan.rank, _is_index(plan.rank) and plan.rank in ranks, _listed([str(rank) for rank in ranks]))
-    _require("step", plan.step, _is_index(plan.step), "a whole number from 0")
-    _require("micro_batch", plan.micro_batch, _is_index(plan.micro_batch), "a whole number from 0")
-    if plan.phase == "reduce" and wrapper.kind == "plain":
-        others = ", ".join(phase for phase in PHASES if phase != "reduce")
-        raise ValueError(f"option phase='reduce': a plain model communicates nothing; valid here: {others}")
-    if plan.phase in WITHOUT_LAYER:
-        _require("layer", plan.layer, plan.layer is None, f"None, since phase {plan.phase} belongs to no layer")
-        return plan
-    valid = valid_layers(wrapper, plan.phase, here=plan.rank == own_rank)
-    if plan.layer is None:
-        _require("layer", plan.layer, bool(valid), "a layer; this rank holds parameters of none")
-        return dataclasses.replace(plan, layer=_middle(wrapper, valid))
-    _require("layer", plan.layer, plan.layer in valid, _listed([name or '""' for name in valid]))
-    return plan
-
-
-def valid_layers(wrapper: Wrapper, phase: str, here: bool) -> list[str]:
-    """Layers in which a fault of a phase can be planted; on the rank itself those of which it holds a part."""
-    names = [name for name, _ in wrapper.named_modules()]
-    if phase not in IN_PARAMETERS:
-        return names
-    owners = {name.rpartition(".")[0] for name in wrapper.all_shapes()}
-    trained = phase != "state"
-    holding = [name for name in names if name in owners]
-    return [name for name in holding if not here or next(held_parts(wrapper, name, trained), None) is not None]
-
-
-def _middle(wrapper: Wrapper, valid: list[str]) -> str:
-    """One of the leaves that hold parameters and are called as modules, half way through the model."""
-    owners = {name.rpartition(".")[0] for name in wrapper.all_shapes()}
-    modules = dict(wrapper.named_modules())
-    inside = tuple(f"{name}." for name, module in modules.items() if isinstance(module, nn.MultiheadAttention))
-    runs = [name for name in valid if type(modules[name]).forward is not nn.Module.forward]
-    leaves = [name for name in runs if name in owners and not name.startswith(inside or ("\0",))] or runs or valid
-    return leaves[len(leaves) // 2]
-
-
-def _require(name: str, value: object, holds: bool, valid: str) -> None:
-    if not holds:
-        raise ValueError(f"option {name}={value!r} does not fit; valid: {valid}")
-
-
-def _is_index(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _listed(names: list[str]) -> str:
-    more = len(names) - MAX_NAMES
-    return ", ".join(names[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
-
-
-def _ranks() -> list[int]:
-    return list(range(dist.get_world_size())) if dist.is_available() and dist.is_initialized() else [0]
-
-
-def _own_rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def parsed(text: str) -> Plan:
-    """A plan as ``NANGUARD_INJECT`` writes it.
-
-    Raises:
-        ValueError: names the variable, what does not fit and what does.
-    """
-    keys = [field.name for field in dataclasses.fields(Plan)]
-    values: dict[str, Any] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        key, equals, value = (each.strip() for each in part.partition("="))
-        if not equals or key not in keys or key in values:
-            valid = f"valid keys, each once: {', '.join(keys)}"
-            raise ValueError(f"environment variable {ENV_INJECT}={text!r}: {part!r} does not fit; {valid}")
-        try:
-            values[key] = int(value) if key in ("rank", "step", "micro_batch") else value
-        except ValueError:
-            raise ValueError(
-                f"environment variable {ENV_INJECT}={text!r}: {key}={value!r} is no whole number"
-            ) from None
-    missing = [key for key in ("rank", "step", "phase") if key not in values]
-    if missing:
-        raise ValueError(f"environment variable {ENV_INJECT}={text!r} lacks {', '.join(missing)}")
-    if values.get("layer") in ("(root)", '""'):
-        values["layer"] = ""
-    return Plan(**values)
-
-
 # -- for the guard ---------------------------------------------------------------------------------------------------
 
 
@@ -425,100 +280,16 @@ def spoil_loss(parts: Parts, micro_batch: int, value: Tensor) -> None:
             injection.note(bool(found), "the watched loss is no floating tensor")
 
 
-# -- counting --------------------------------------------------------------------------------------------------------
+def _ranks() -> list[int]:
+    return list(range(dist.get_world_size())) if dist.is_available() and dist.is_initialized() else [0]
 
 
-class GuardClock:
-    """Steps and micro-batches of a guard; none once it is closed."""
-
-    def __init__(self, guard: NanGuard) -> None:
-        self._guard = weakref.ref(guard)
-
-    def entering(self) -> tuple[int, int] | None:
-        """See `Clock`."""
-        guard = self._guard()
-        if guard is None or not guard._is_watching():
-            return None
-        num_open = len(guard._parts.window.micro_batches)
-        return guard.step, num_open if guard._needs_micro_batch() else num_open - 1
-
-    def updating(self) -> int | None:
-        """See `Clock`. The verdict may have fallen already: by a scaler, by ``check``, by another optimizer."""
-        guard = self._guard()
-        if guard is None or not guard._is_watching():
-            return None
-        has_fallen = guard._has_verdict and not guard._parts.backward.ran_since_verdict
-        return guard.step - has_fallen
-
-    def has_loader(self) -> bool:
-        """See `Clock`."""
-        guard = self._guard()
-        return guard is not None and guard._has_batch
-
-
-class OwnClock:
-    """Counts by itself: forwards of the model, backwards through them, and steps of its optimizers."""
-
-    def __init__(self, model: nn.Module, parameters: set[int]) -> None:
-        self._parameters = parameters
-        self._step, self._micro_batch = 0, -1
-        self._ran_backward = True
-        post: Any = register_optimizer_step_post_hook(self._stepped)
-        self._handles: list[Any] = [post, model.register_forward_hook(_Given(self), prepend=True)]
-
-    def entering(self) -> tuple[int, int] | None:
-        """See `Clock`."""
-        self._micro_batch += self._ran_backward
-        self._ran_backward = False
-        return self._step, self._micro_batch
-
-    def updating(self) -> int | None:
-        """See `Clock`; a further optimizer that steps after the same forward belongs to the step before."""
-        return self._step - (self._micro_batch < 0)
-
-    def has_loader(self) -> bool:
-        """See `Clock`."""
-        return False
-
-    def remove(self) -> None:
-        """Stop counting."""
-        for handle in self._handles:
-            handle.remove()
-
-    def watch(self, output: Any) -> None:
-        """Notice the backward through what the model gave."""
-        for tensor in tensors_in(output):
-            if tensor.grad_fn is not None:
-                tensor.register_hook(self._backward)  # type: ignore[no-untyped-call]  # torch's own
-
-    def _backward(self, gradient: Tensor) -> None:
-        self._ran_backward = True
-
-    def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        holds = any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"])
-        if holds and self._micro_batch >= 0:
-            self._step, self._micro_batch, self._ran_backward = self._step + 1, -1, True
-
-
-class _Given(Hook):
-    """After the model: what it gave leads to the backward."""
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        clock: OwnClock | None = self.target()
-        if clock is not None and not torch.compiler.is_compiling():
-            clock.watch(output)
-
-
-class _Stopped:
-    def entering(self) -> tuple[int, int] | None:
-        return None
-
-    def updating(self) -> int | None:
-        return None
-
-    def has_loader(self) -> bool:
-        return False
+def _own_rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def _nothing() -> None:
     return None
+
+
+__all__ = ["PHASES", "Injection", "Plan", "inject"]

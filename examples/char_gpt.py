@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 examples/char_gpt.py --lr 3
     torchrun --nproc-per-node 2 examples/char_gpt.py --lr 3 --amp
 
-Nothing is planted: the learning rate is simply too high. Values grow from step to step until one overflows; the guard stops
-every rank before the update, and the history in the dump shows the growth:
+Nothing is planted: the learning rate is simply too high. Values grow from step to step until one overflows; the guard
+stops every rank before the update, and the history in the dump shows the growth:
 
     ddp-nanguard explain nan_dumps/step-...
 
@@ -141,7 +141,7 @@ def train(learning_rate: float, num_steps: int, out: str, device: torch.device) 
 def main() -> None:
     """Parses the command line and runs one worker of the job."""
     global USES_AMP
-    parser = argparse.ArgumentParser(description="Trains a small transformer on Python's sources. Start it with torchrun.")
+    parser = argparse.ArgumentParser(description="A small transformer on Python's sources. Start it with torchrun.")
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--amp", action="store_true", help="float16 autocast with a GradScaler")
     parser.add_argument("--steps", type=int, default=200, help="number of steps after which the training ends")

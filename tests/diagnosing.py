@@ -18,6 +18,8 @@ from ddp_nanguard.replay.diagnosis import Diagnosis, diagnose
 from ddp_nanguard.replay.session import Session, open_session
 
 RECIPE = f"{__name__}:recipe"
+N, WIDTH = 6, 4
+"""Samples of a batch, and features of each."""
 
 
 @dataclass
@@ -111,3 +113,44 @@ def marked(module: ModuleType, name: str) -> int:
     found = [number for number, line in enumerate(lines, 1) if line.endswith(f"# <{name}>")]
     assert len(found) == 1, (name, found)
     return found[0]
+
+
+# -- a model and its batches
+# ---------------------------------------------------------------------------------------------------
+
+
+class Body(nn.Module):
+    """Two layers with a function of the test's between them."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.between = between
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.b(self.between(self.a(values)))  # type: ignore[no-any-return]  # modules return Any
+
+
+def body(between: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
+    return lambda: Body(between)
+
+
+def square(model: Any, batch: Any) -> Tensor:
+    return model(batch["x"]).square().mean()  # type: ignore[no-any-return]
+
+
+def batch(**more: Any) -> dict[str, Any]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        return {"x": torch.randn(N, WIDTH), **more}
+
+
+def between(function: Callable[[Tensor], Tensor], **more: Any) -> Job:
+    return Job(body(function), square, [batch()], **more)
+
+
+def of_loss(loss: Callable[[Tensor, dict[str, Any]], Any], **more: Any) -> Job:
+    def step(model: Any, items: dict[str, Any]) -> Any:
+        return loss(model(items["x"]), items)
+
+    return Job(body(torch.tanh), step, [batch(**more)])

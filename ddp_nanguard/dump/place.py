@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import shutil
 import socket
@@ -18,6 +19,8 @@ from filelock import FileLock, Timeout
 from ddp_nanguard.errors import DumpError
 
 from .format import LOCK_FILE, MANIFEST, PARTIAL, WRITER_JSON, DumpName, rank_name, ranks_in, read_json, write_json
+
+_log = logging.getLogger(__name__)
 
 LOCK_TIMEOUT_S = 10.0
 ABANDONED_S = 3600.0
@@ -157,6 +160,7 @@ def rotate(root: Path, keep: int, current: Path) -> None:
         for path in oldest_first[: max(0, len(oldest_first) + 1 - keep)]:
             if not _is_being_written(path):
                 # renamed first: what is half removed must not look like a dump
+                _log.warning("the oldest dump %s is removed: dump_keep=%d", path, keep)
                 path.rename(root / f"{DOOMED}{uuid.uuid4().hex}")
     for path in root.glob(f"{DOOMED}*"):
         shutil.rmtree(path, ignore_errors=True)

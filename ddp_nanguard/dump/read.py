@@ -94,7 +94,7 @@ def list_dumps(roots: Paths) -> list[DumpSummary]:
     parts: dict[tuple[str, str], list[Path]] = {}
     for root in _as_paths(roots):
         if not root.is_dir():
-            raise DumpError(f"{root} is no directory; give the dump_dir of a run")
+            raise DumpError(f"{root} does not exist: nothing went bad there yet, or the run had another dump_dir")
         for name, path in place.dumps_in(root):
             parts.setdefault((str(name), _identity(path)), []).append(path)
     summaries = [_summary(paths) for paths in parts.values()]
@@ -437,11 +437,16 @@ def _as_paths(paths: Paths) -> list[Path]:
     return [Path(paths)] if isinstance(paths, (str, os.PathLike)) else [Path(path) for path in paths]
 
 
+def _what_is_in(root: Path) -> str:
+    names = [str(name) for name, dump in place.dumps_in(root) if place.is_whole(dump)] if root.is_dir() else []
+    if not names:
+        return "see what a run has left: ddp-nanguard list DIR"
+    return f"{root} holds {', '.join(names[:6])}{', ...' if len(names) > 6 else ''}"
+
+
 def _directory_of(path: Path) -> Path:
     if not path.is_dir():
-        raise DumpError(
-            f"{path} is no directory; give a dump such as nan_dumps/step-00004812, see: ddp-nanguard list DIR"
-        )
+        raise DumpError(f"{path} is no directory; {_what_is_in(path.parent)}")
     if DumpName.parse(path.resolve().name) is not None or (path / MANIFEST).exists():
         return path
     whole = [dump for _, dump in place.dumps_in(path) if place.is_whole(dump)]

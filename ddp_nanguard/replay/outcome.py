@@ -153,9 +153,10 @@ def _conclude(result: Result, then: Site | None, now: Site | None) -> None:
 
 def _not_reproduced(result: Result) -> str:
     if result.differs:
-        return f"every value was finite this time; different here: {'; '.join(result.differs)}"
+        return f"every value is finite now; different here: {'; '.join(result.differs)}"
     return (
-        "every value was finite this time, on equal software: suspect nondeterminism or the recorded device's hardware"
+        "every value is finite now. If you changed the code, the fault is gone. If not: the recipe's step is not what "
+        "training did, or suspect nondeterminism or the recorded device's hardware"
     )
 
 

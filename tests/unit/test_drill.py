@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ddp_nanguard.cli import main
-from ddp_nanguard.drill import launcher_end, with_logs
+from ddp_nanguard.drill_job import launcher_end, with_logs
 
 
 @pytest.mark.parametrize(

@@ -320,9 +320,7 @@ def test_a_manifest_that_is_none(path, content):
 
 
 def test_no_dump(tmp_path, path):
-    assert refused(tmp_path / "nothing").startswith(
-        f"{tmp_path}/nothing is no directory; give a dump such as nan_dumps/"
-    )
+    assert refused(tmp_path / "nothing") == f"{tmp_path}/nothing is no directory; {tmp_path} holds {path.name}"
     empty = tmp_path / "empty"
     empty.mkdir()
     assert (
@@ -416,7 +414,7 @@ def test_cli_list(tmp_path, path, capsys):
 
 def test_cli_list_of_nothing(tmp_path, capsys):
     assert run_cli(capsys, "list", tmp_path) == (0, "no dumps\n", "")
-    line = f"ddp-nanguard: {tmp_path}/x is no directory; give the dump_dir of a run\n"
+    line = f"ddp-nanguard: {tmp_path}/x does not exist: nothing went bad there yet, or the run had another dump_dir\n"
     assert run_cli(capsys, "list", tmp_path / "x") == (2, "", line)
 
 

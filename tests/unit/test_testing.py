@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ddp_nanguard import NanGuard, NonFiniteError
-from ddp_nanguard.testing import PHASES, Injection, inject, parsed
+from ddp_nanguard.plan import parsed
+from ddp_nanguard.testing import PHASES, Injection, inject
 
 STEP, MICRO_BATCH, NUM_STEPS, NUM_MICRO_BATCHES = 2, 1, 5, 3
 

@@ -1,0 +1,84 @@
+"""Reasons from the report and the history alone, where no step can be run; and what proves nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ddp_nanguard.replay.reasons import KINDS, RULES, Facts, reason_for
+from ddp_nanguard.site import FaultReport, Phase, Site
+
+
+def site(phase: str, **more: Any) -> Site:
+    given = {"rank": 0, "layer": "b", "slot": "b.weight", "kind": "inf", **more}
+    return Site(step=9, micro_batch=None, phase=Phase(phase), call=None, **given)
+
+
+def report(origin: Site, **more: Any) -> FaultReport:
+    return FaultReport(9, 2, "ddp", origin, (origin,), **more)
+
+
+def history(loss: list[float], gradient: float = 1.0) -> dict[str, Any]:
+    steps = range(9 - len(loss), 9)
+    slots = {f"step.{step}.{key}": np.array([]) for step in steps for key in ("labels", "values")}
+    fault = {"fault.labels": np.array(["backward|0|b.weight|gradient|1"]), "fault.values": np.array([[0.0, gradient]])}
+    flat = np.ones(len(loss))
+    return {**slots, **fault, "steps": np.array(steps), "loss": np.array(loss), "gradient_max": flat}
+
+
+def test_overflow_in_the_reduce() -> None:
+    histories = {0: history([1.0], 40000.0), 1: history([1.0], 30000.0)}
+    found = reason_for(Facts(report(site("reduce", rank=None)), histories=histories))
+    assert found.kind == "overflow in the reduce"
+    assert found.sentence == (
+        "b.weight overflowed in the reduce: every rank's gradient was finite, "
+        "their sum of up to 7e+04 is more than float16 holds (6.55e+04)"
+    )
+    assert found.evidence == ("rank 0: largest 4e+04", "rank 1: largest 3e+04")
+
+
+@pytest.mark.parametrize(
+    ("origin", "histories"),
+    [
+        (site("reduce", rank=None), {0: history([1.0], 4.0), 1: history([1.0], 3.0)}),
+        (site("reduce", rank=None), {0: history([1.0], 40000.0)}),
+        (site("reduce", rank=None, taken_in="unchecked"), {0: history([1.0], 4e4), 1: history([1.0], 4e4)}),
+        (site("state", taken_in="unchecked"), {}),
+        (site("optimizer"), {}),
+        (site("forward"), {0: history([1.0, 2.0, 3.0, 4.0, 5.0])}),
+        (site("forward"), {0: history([1.0, 20.0, 400.0, 8000.0, 16.0])}),
+        (site("forward"), {0: history([1.0, 3.0, 9.0, 27.0])}),
+        (site("forward"), {0: history([1.0] * 5), 1: history([1.0, 10.0, 100.0, 1e3, 1e4])}),
+    ],
+    ids=[
+        "small sum", "a rank is missing", "not looked at", "written in the step", "an update with nothing known",
+        "growth too small", "growth that ended", "growth too short of proof", "growth elsewhere",
+    ],
+)  # fmt: skip
+def test_what_proves_nothing_is_unknown(origin: Site, histories: Any) -> None:
+    assert reason_for(Facts(report(origin), histories=histories)).kind == "unknown"
+
+
+def test_growth_from_the_history_alone() -> None:
+    histories = {rank: history([7.0, 1.0, 10.0, 100.0, 1e3, 1e4]) for rank in (0, 1)}
+    found = reason_for(Facts(report(site("forward")), histories=histories))
+    assert found.sentence == "growth: the loss grew by a factor of 10.00 per step since step 4, on every rank"
+    one = reason_for(Facts(report(site("forward")), histories={0: histories[0], 1: history([1.0] * 6)}))
+    assert one.sentence.endswith("since step 4, on rank 0")
+
+
+def test_state_from_the_report_alone() -> None:
+    found = reason_for(Facts(report(site("state", kind="nan"), state=("b.weight", "b.bias"))))
+    assert (found.kind, found.sentence) == ("state", "b.weight held NaN before the step")
+    assert found.evidence == ("damaged: b.weight, b.bias",)
+
+
+def test_without_any_facts_the_reason_is_unknown() -> None:
+    assert reason_for(Facts()).kind == "unknown"
+    assert all(rule(Facts()) is None for rule in RULES)
+
+
+def test_the_list_of_kinds_is_closed() -> None:
+    assert len(set(KINDS)) == len(KINDS) and KINDS[-1] == "unknown"
