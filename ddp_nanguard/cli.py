@@ -140,7 +140,7 @@ def run_replay(options: argparse.Namespace) -> int:
     if cli_diagnosis.is_wanted(options):  # diagnosis
         return cli_diagnosis.run_replay(options)
     from .replay.outcome import EXIT_CODES
-    from .replay.run import replay_alone
+    from .replay.session import replay_alone
     from .report.outcome_text import outcome_text
 
     result = replay_alone(options.dump, options.rank, options.recipe, options.device)

@@ -2,7 +2,9 @@
 
 [Note: planted by division]
 A value of the forward or the backward is spoilt by an operator with finite inputs, a division by zero, so that a trace
-finds the operator as it would find the user's own. Its first element is hit; the others keep their bits.
+finds the operator as it would find the user's own. Of a value of the forward the first element is hit, the others keep
+their bits. Of a gradient, and of a weight before the step, every element is: one alone may meet a ReLU that was off, or
+a row of an embedding that nobody asks for.
 
 [Note: hooks before the guard's]
 Every hook here is put before those that are there already, so that it does not matter whether the guard or the fault
@@ -33,11 +35,11 @@ if TYPE_CHECKING:
 _NUMERATORS = {"nan": 0.0, "inf": 1.0, "-inf": -1.0}
 
 
-def spoilt(tensor: Tensor, kind: str) -> Tensor:
+def spoilt(tensor: Tensor, kind: str, everywhere: bool = False) -> Tensor:
     """``tensor`` with its first element made non-finite, see [Note: planted by division]; differentiable."""
     with torch.no_grad():
         numerator, denominator = torch.zeros_like(tensor), torch.ones_like(tensor)
-        first = (0,) * tensor.dim()
+        first = ... if everywhere else (0,) * tensor.dim()
         numerator[first], denominator[first] = _NUMERATORS[kind], 0.0
         addend = numerator / denominator
     return tensor + addend
@@ -56,7 +58,7 @@ class SpoiltGradient(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         """The gradient of the values, spoilt."""
         ctx.planted()
-        return spoilt(gradient, ctx.kind), None, None
+        return spoilt(gradient, ctx.kind, everywhere=True), None, None
 
 
 def with_first_spoilt(value: Any, spoil: Callable[[Tensor], Tensor]) -> tuple[Any, bool]:
@@ -79,6 +81,12 @@ def with_first_spoilt(value: Any, spoil: Callable[[Tensor], Tensor]) -> tuple[An
 def write(tensor: Tensor, kind: str) -> None:
     """Spoil the first element of a plain tensor in place."""
     tensor[(0,) * tensor.dim()] = float(kind)
+
+
+@torch.no_grad()
+def write_everywhere(tensor: Tensor, kind: str) -> None:
+    """Spoil a plain tensor in place."""
+    tensor.fill_(float(kind))
 
 
 @dataclass(frozen=True)
@@ -157,7 +165,7 @@ def _write_state(injection: Injection) -> None:
     assert injection.plan.layer is not None
     part = next(held_parts(wrapper_of(model), injection.plan.layer), None)
     if part is not None:
-        write(part, injection.plan.kind)
+        write_everywhere(part, injection.plan.kind)
     injection.note(part is not None, "the layer has no parameter here any more")
 
 

@@ -87,7 +87,7 @@ class Injection:
         if self.active and not self.num_planted:
             self.on_model()
         if now is not None and now[0] >= self.plan.step + OVERDUE_STEPS:
-            self.tell(f"step {now[0]} is reached and the job still runs; {self._outcome()}")
+            self.tell(f"{OVERDUE_STEPS} steps later the job still runs; {self._outcome()}")
 
     def _outcome(self) -> str:
         if self.num_planted:

@@ -48,6 +48,8 @@ def rerun(rebuilt: Rebuilt, micro_batches: list[MicroBatch], alone: bool) -> Rer
     """
     options = {name: rebuilt.dump.manifest["options"][name] for name in _KEPT_OPTIONS}
     report = rebuilt.dump.report
+    if report.cause.startswith("scale collapse"):
+        options["max_consecutive_overflows"] = 1  # one window is all there is: its overflow is the fault
     guard = NanGuard(
         rebuilt.wrapper.model,
         rebuilt.optimizers,

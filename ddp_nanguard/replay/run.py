@@ -1,4 +1,4 @@
-"""Replay of a dump: of one rank alone, or of all ranks under torchrun.
+"""Replay of a dump on all its ranks, under torchrun.
 
 Usage: ``torchrun --nproc-per-node N -m ddp_nanguard.replay.run DUMP [DUMP ...] [--recipe module:function]``
 """
@@ -14,106 +14,15 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ddp_nanguard.dump.pack import unbuilt_type
 from ddp_nanguard.dump.read import Dump, open_dump
 from ddp_nanguard.errors import DumpError
-from ddp_nanguard.window import MicroBatch
 
 from .outcome import EXIT_CODES, Outcome, Result, cannot, compare, first_own_site, why_not
 from .rebuild import apply_settings, rebuild
-from .recipe import Recipe, load_recipe
 from .rerun import rerun
+from .session import device_for, named_recipe
 
 WRONG_USAGE = 2
-
-
-def replay_alone(paths: Sequence[str], rank: int | None, recipe_name: str | None, device: str | None) -> Result:
-    """One rank's step in this process, without peers.
-
-    Args:
-        paths: of the dump, or of its parts on several nodes.
-        rank: default: the rank where the fault began.
-        recipe_name: ``module:function``; default: the one that the dump names.
-        device: default: a GPU if there is one.
-
-    Raises:
-        DumpError: the dump, the rank or the recipe cannot be used.
-    """
-    dump = open_dump(paths)
-    chosen = rank if rank is not None else culprit(dump)
-    recorded = first_own_site(dump, chosen, alone=True)
-    reason = why_not(dump, alone=True)
-    if reason is not None:
-        return cannot(chosen, recorded, reason)
-    recipe = _recipe(dump, recipe_name)
-    where = _device(device)
-    apply_settings(dump)
-    needs_peers = _what_needs_peers(dump, recipe)
-    if needs_peers is not None:
-        return cannot(chosen, recorded, needs_peers)
-    window = dump.window(chosen, types=dict(recipe.batch_types), device=where)
-    unbuilt = _unbuilt(window)
-    if unbuilt is not None:
-        return cannot(chosen, recorded, unbuilt)
-    rebuilt = rebuild(dump, chosen, recipe, where, alone=True)
-    return compare(dump, chosen, window, rerun(rebuilt, window, alone=True), alone=True)
-
-
-def culprit(dump: Dump) -> int:
-    """The rank where the fault began; the first rank where nobody began it."""
-    origin = dump.report.origin
-    return origin.rank if origin is not None and origin.rank is not None else dump.ranks[0]
-
-
-def _what_needs_peers(dump: Dump, recipe: Recipe) -> str | None:
-    if dump.world_size == 1:
-        return None
-    for name, module in recipe.model.named_modules():
-        if isinstance(module, torch.nn.SyncBatchNorm):
-            n = dump.world_size
-            return f"SyncBatchNorm {name!r} mixes all ranks: replay all {n} with torchrun --nproc-per-node {n}"
-    return None
-
-
-def _recipe(dump: Dump, given: str | None) -> Recipe:
-    name = given or dump.manifest["recipe"]
-    if name is None:
-        raise DumpError(
-            f"{dump.path} names no recipe; give --recipe module:function (a function that returns a Recipe)"
-        )
-    if int(os.environ.get("RANK", "0")) == 0:
-        print(f"recipe {name} (its code is imported now)", file=sys.stderr)
-    return load_recipe(name, dump.manifest["run"].get("recipe_directory"))
-
-
-def _device(name: str | None) -> torch.device:
-    if name is not None:
-        return _named_device(name)
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cpu")
-
-
-def _named_device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise DumpError(f"--device {name}: {str(error).splitlines()[0]}; give a device of this machine") from error
-    return device
-
-
-def _unbuilt(window: list[MicroBatch]) -> str | None:
-    """Why a batch cannot be handed to the recipe: the first class in it that nobody rebuilds."""
-    for micro_batch in window:
-        name = unbuilt_type(micro_batch.batch)
-        if name is not None:
-            remedy = f'give Recipe(batch_types={{"{name}": {name}}})'
-            return f"the batch holds a {name}, which is not rebuilt by itself: {remedy}"
-    return None
-
-
-# -- under torchrun --------------------------------------------------------------------------------------------------
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -135,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _replay_all(dump: Dump, rank: int, options: argparse.Namespace) -> int:
-    device = _device(options.device)
+    device = device_for(options.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
@@ -144,7 +53,7 @@ def _replay_all(dump: Dump, rank: int, options: argparse.Namespace) -> int:
     if reason is not None:
         result = cannot(rank, first_own_site(dump, rank, alone=False), reason)
     else:
-        recipe = _recipe(dump, options.recipe)
+        recipe = named_recipe(dump, options.recipe)
         apply_settings(dump)
         window = dump.window(rank, types=dict(recipe.batch_types), device=device)
         rebuilt = rebuild(dump, rank, recipe, device, alone=False)

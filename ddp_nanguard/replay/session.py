@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,14 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from ddp_nanguard.dump.pack import unbuilt_type
 from ddp_nanguard.dump.read import Dump, open_dump
+from ddp_nanguard.errors import DumpError
 from ddp_nanguard.window import MicroBatch
 
 from .outcome import Result, cannot, compare, first_own_site, why_not
 from .rebuild import Rebuilt, apply_settings, rebuild
 from .recipe import Recipe, load_recipe
 from .rerun import Rerun, rerun
-from .run import _device, _recipe, _unbuilt, _what_needs_peers, culprit
 
 Change = Callable[[Rebuilt, list[MicroBatch]], "contextlib.AbstractContextManager[Any]"]
 
@@ -94,12 +96,12 @@ def open_session(paths: Sequence[str], rank: int | None, recipe_name: str | None
     """
     dump = open_dump(paths)
     chosen = rank if rank is not None else culprit(dump)
-    session = Session(dump, chosen, _device(device), recipe_name)
+    session = Session(dump, chosen, device_for(device), recipe_name)
     reason = why_not(dump, alone=True)
     if reason is None:
-        session._first = _recipe(dump, recipe_name)
+        session._first = named_recipe(dump, recipe_name)
         apply_settings(dump)
-        reason = _what_needs_peers(dump, session._first) or _unbuilt(session.window(session._first))
+        reason = what_needs_peers(dump, session._first) or unbuilt_batch(session.window(session._first))
     if reason is not None:
         session.obstacle = cannot(chosen, first_own_site(dump, chosen, alone=True), reason)
     return session
@@ -121,3 +123,68 @@ def is_compiled(model: nn.Module) -> bool:
         getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
         for module in model.modules()
     )
+
+
+# -- what a replay needs -----------------------------------------------------------------------------------------------
+
+
+def culprit(dump: Dump) -> int:
+    """The rank where the fault began; the first rank where nobody began it."""
+    origin = dump.report.origin
+    return origin.rank if origin is not None and origin.rank is not None else dump.ranks[0]
+
+
+def what_needs_peers(dump: Dump, recipe: Recipe) -> str | None:
+    """Why one rank alone cannot run the recipe's model; None if it can."""
+    if dump.world_size == 1:
+        return None
+    for name, module in recipe.model.named_modules():
+        if isinstance(module, torch.nn.SyncBatchNorm):
+            n = dump.world_size
+            return f"SyncBatchNorm {name!r} mixes all ranks: replay all {n} with torchrun --nproc-per-node {n}"
+    return None
+
+
+def named_recipe(dump: Dump, given: str | None) -> Recipe:
+    """The recipe asked for, or the one that the dump names; its name is shown before its code runs."""
+    name = given or dump.manifest["recipe"]
+    if name is None:
+        raise DumpError(
+            f"{dump.path} names no recipe; give --recipe module:function (a function that returns a Recipe)"
+        )
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"recipe {name} (its code is imported now)", file=sys.stderr)
+    return load_recipe(name, dump.manifest["run"].get("recipe_directory"))
+
+
+def device_for(name: str | None) -> torch.device:
+    """The device asked for, else the GPU of the local rank, else the CPU."""
+    if name is not None:
+        return _named_device(name)
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+def _named_device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise DumpError(f"--device {name}: {str(error).splitlines()[0]}; give a device of this machine") from error
+    return device
+
+
+def unbuilt_batch(window: list[MicroBatch]) -> str | None:
+    """Why a batch cannot be handed to the recipe: the first class in it that nobody rebuilds."""
+    for micro_batch in window:
+        name = unbuilt_type(micro_batch.batch)
+        if name is not None:
+            remedy = f'give Recipe(batch_types={{"{name}": {name}}})'
+            return f"the batch holds a {name}, which is not rebuilt by itself: {remedy}"
+    return None
+
+
+def replay_alone(paths: Sequence[str], rank: int | None, recipe_name: str | None, device: str | None) -> Result:
+    """One rank's step in this process, without peers, once; see `open_session`."""
+    return open_session(paths, rank, recipe_name, device).plain()

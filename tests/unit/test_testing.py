@@ -114,6 +114,21 @@ def test_input(with_steps: bool, guard_first: bool) -> None:
     assert origin["slot"] == ('["x"]' if with_steps else '["args"][0]')
 
 
+def test_a_relu_that_is_off_does_not_hide_a_backward_fault() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    with torch.no_grad():
+        model[0].weight.fill_(1.0)
+        model[0].bias.copy_(torch.tensor([-9.0, 1.0, 1.0]))  # type: ignore[operator]  # a parameter
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = NanGuard(model, optimizer, dump_dir=None)
+    injection = inject(model, rank=0, step=0, phase="backward", layer="1", guard=guard)
+    guard(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(NonFiniteError, match=r"rank 0, step 0, micro-batch 0, backward: 1 \(call 1\)"):
+        optimizer.step()
+    guard._detach()
+    injection.remove()
+
+
 def test_loss() -> None:
     origin, _ = _origin("loss", None, "inf")
     assert _place(origin) == (0, STEP, MICRO_BATCH, "loss", None, "inf")
