@@ -52,6 +52,25 @@ def test_the_dump_is_listed_and_shown(demo: tuple[subprocess.CompletedProcess[st
     assert (shown["origin"]["phase"], shown["origin"]["slot"], shown["origin"]["kind"]) == ("loss", "loss", "nan")
 
 
+def test_the_trace_is_that_of_the_readme(demo: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    _, dumps = demo
+    (dump,) = dumps.glob("step-*")
+    traced = _cli("replay", str(dump), "--trace")
+    assert traced.returncode == 0, traced.stderr
+    (shown,) = re.findall(r"```text\n(    examples.*?)```", (REPOSITORY / "README.md").read_text(), flags=re.DOTALL)
+    squeezed = " ".join(traced.stdout.replace(f"{REPOSITORY}/", "").split())
+    for line in shown.splitlines():
+        assert " ".join(line.split()) in squeezed
+
+
+def test_one_sample_is_enough(demo: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    _, dumps = demo
+    (dump,) = dumps.glob("step-*")
+    minimized = json.loads(_cli("replay", str(dump), "--minimize", "--json").stdout)["experiments"]["--minimize"]
+    assert minimized["failed"]
+    assert minimized["text"].startswith("1 of 56 samples still fail")
+
+
 def test_the_dump_replays_on_all_ranks(demo: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     _, dumps = demo
     (dump,) = dumps.glob("step-*")
