@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
+import sys
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ def checked(
     """
     config = GuardConfig.from_code_and_environment(options)
     wrapper = wrapper_of(model)
+    _require_eager_autograd(wrapper)
     _require_materialised(model)
     if wrapper.root in guarded:
         raise ValueError(f"model {type(model).__name__} has a guard already; close() that one, or use it")
@@ -56,6 +58,15 @@ def checked(
         _require_fitting_optimizer(each, wrapper)
     fitting = require_fitting_scaler(scaler, wrapper.kind) if config.enabled else None
     return Given(config, wrapper, optimizers, fitting, _recipe_directory(replay))
+
+
+def _require_eager_autograd(wrapper: Wrapper) -> None:
+    settings = sys.modules.get("torch._dynamo.config")  # not loaded: nobody has asked for it, and it loads slowly
+    if wrapper.kind == "ddp" and settings is not None and getattr(settings, "compiled_autograd", False):
+        raise ValueError(
+            "torch._dynamo.config.compiled_autograd=True compiles DDP's backward, whose hooks then see no gradient; "
+            "set it to False"
+        )
 
 
 def _require_materialised(model: nn.Module) -> None:

@@ -110,3 +110,9 @@ def test_every_option_is_documented() -> None:
 def test_numbers_survive_the_environment(max_skips: int, timeout_s: float) -> None:
     config = build({}, {"NANGUARD_MAX_SKIPS": str(max_skips), "NANGUARD_TIMEOUT_S": repr(timeout_s)})
     assert (config.max_skips, config.timeout_s) == (max_skips, timeout_s)
+
+
+def test_every_option_is_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "options.md").read_text()
+    rows = [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert rows == [field.name for field in dataclasses.fields(GuardConfig)]
