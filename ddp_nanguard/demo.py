@@ -83,10 +83,12 @@ def _train(script: Path, wrapper: str, num_ranks: int, directory: Path) -> Path 
 def _replay(script: Path, dump: Path) -> int:
     """Replays the culprit alone, in one process."""
     _say("\n2. The guilty rank again, alone, in one process, from the dump")
-    print(f"   $ PYTHONPATH={script.parent} ddp-nanguard replay {dump}\n", flush=True)
-    command = [sys.executable, "-m", "ddp_nanguard.cli", "replay", str(dump)]
+    print(f"   $ ddp-nanguard replay {dump} --trace\n", flush=True)
+    command = [sys.executable, "-m", "ddp_nanguard.cli", "replay", str(dump), "--trace"]
     code = subprocess.run(command, env=_environment(script), check=False).returncode
-    _say(f"\n   {'The same fault, bit for bit' if code == 0 else 'The replay differs'} (exit code {code}); see {dump}")
+    _say(
+        f"\n   {'The same fault, bit for bit' if code == 0 else 'The replay differs'} (exit code {code}); now try: ddp-nanguard show {dump}"
+    )
     return min(code, 1)
 
 

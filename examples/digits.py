@@ -6,7 +6,7 @@ The loss weighs classes by how often they occur in the batch. Sooner or later a 
 0/0, and the loss is NaN by itself. Then every rank stops before the update with the same message, and a dump lies in
 ``--out``. Run it again from the dump, the guilty rank alone:
 
-    PYTHONPATH=examples ddp-nanguard replay nan_dumps/step-...
+    ddp-nanguard replay nan_dumps/step-... --trace
 
 Needs scikit-learn for the images. Everything that concerns the guard is marked with (guard).
 """
