@@ -86,9 +86,8 @@ def _replay(script: Path, dump: Path) -> int:
     print(f"   $ ddp-nanguard replay {dump} --trace\n", flush=True)
     command = [sys.executable, "-m", "ddp_nanguard.cli", "replay", str(dump), "--trace"]
     code = subprocess.run(command, env=_environment(script), check=False).returncode
-    _say(
-        f"\n   {'The same fault, bit for bit' if code == 0 else 'The replay differs'} (exit code {code}); now try: ddp-nanguard show {dump}"
-    )
+    verdict = "The same fault, bit for bit" if code == 0 else "The replay differs"
+    _say(f"\n   {verdict} (exit code {code}); now try: ddp-nanguard show {dump}")
     return min(code, 1)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .hooks import Hook
+from .probes.calls import in_backward
 from .scan import tensors_in
 
 _log = logging.getLogger(__name__)
@@ -85,6 +86,11 @@ class BeforeStepHook(Hook):
         guard = self.target()
         if guard is None:
             return None
+        if in_backward():
+            raise ValueError(
+                f"{type(optimizer).__name__}.step() inside the backward leaves no moment before the update for a "
+                "verdict; step after the backward, or set enabled=False"
+            )
         if guard._is_inside_scaler():
             guard._keep_gradients(optimizer)
             return None

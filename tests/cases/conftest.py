@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests.cases.not_here import GROUPS, NOT_HERE, id_of
 
@@ -41,3 +43,11 @@ def _counts(group: str, outcomes: dict[str, set[str]]) -> list[int]:
         sum("xfailed" in found for found in mine),
         sum(name.startswith(group) for name in NOT_HERE),
     ]
+
+
+@pytest.fixture(autouse=True)
+def _no_group_is_left() -> Iterator[None]:
+    """The replay of a sharded dump makes a group of this process alone."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()

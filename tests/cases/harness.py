@@ -45,7 +45,8 @@ class Case:
         before: called with model, optimizer, rank and index before each micro-batch.
         before_update: the same, before each update.
         register: modules registered with the guard, by name.
-        state: whether weights and buffers are those of before the step when it stops.
+        total: what is differentiated, of what the step gave.
+        finite: whether weights and buffers must be, where nothing stops.
     """
 
     source: str
@@ -63,6 +64,8 @@ class Case:
     before: Callable[[nn.Module, Any, int, int], object] = lambda model, optimizer, rank, index: None
     before_update: Callable[[nn.Module, Any, int, int], object] = lambda model, optimizer, rank, index: None
     register: Callable[[nn.Module], dict[str, Any]] = lambda model: {}
+    total: Callable[[Any], Tensor] = lambda losses: sum(losses.values()) if isinstance(losses, dict) else losses
+    finite: bool = True
 
 
 @dataclass
@@ -77,6 +80,7 @@ class Ended:
         finite: whether weights and buffers are.
         losses: as numbers.
         log: warnings of the guard.
+        scale: the scaler's at the end; 0 without one.
     """
 
     steps: int = 0
@@ -86,6 +90,7 @@ class Ended:
     finite: bool = False
     losses: list[float] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
+    scale: float = 0.0
 
 
 def batch_of(bad_rank: int | None = None, at: int = 1, value: float = NAN, **more: Any) -> Callable[[int, int], Any]:
@@ -135,7 +140,7 @@ def _run_case(rank: int, case: Case, directory: str) -> Ended:
         guard.close()
     logging.getLogger("ddp_nanguard").removeHandler(log)
     ended.finite = all(bool(t.isfinite().all()) for t in [*_local(model), *model.buffers()] if t.is_floating_point())
-    ended.log = log.lines
+    ended.log, ended.scale = log.lines, scaler.get_scale() if scaler is not None else 0.0
     return ended
 
 
@@ -155,7 +160,7 @@ def _train(rank: int, case: Case, guard: Any, model: nn.Module, optimizer: Any, 
             case.before(model, optimizer, rank, index)
             losses = case.step(guard, items)
             guard.watch(loss=losses)
-            total = sum(losses.values()) if isinstance(losses, dict) else losses
+            total = case.total(losses)
             ended.losses.append(float(total.detach()))
             (total if scaler is None else scaler.scale(total)).backward()
             if (index + 1) % case.accumulation:
@@ -171,7 +176,7 @@ def _train(rank: int, case: Case, guard: Any, model: nn.Module, optimizer: Any, 
         guard.check()
     finally:
         ended.unchanged = all(
-            torch.equal(a.view(torch.uint8), b.contiguous().view(torch.uint8))
+            torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
             for a, b in zip(before, _local(model), strict=True)
         )
 
@@ -214,7 +219,7 @@ def check(module: ModuleType, name: str, case: Case, ended: list[Ended]) -> None
         for rank in ended:
             assert rank.report is None, rank.text
             assert rank.steps == case.batches // case.accumulation
-            assert rank.finite
+            assert rank.finite or not case.finite
         return
     first, second = ended
     assert first.report is not None and second.report is not None, f"{name}: nothing stopped"
@@ -247,9 +252,78 @@ def check_reason(module: ModuleType, expected: tuple[str, str, str], found: Diag
     line = birth.line if birth is not None else None
     got = (birth.operator if birth is not None else "", line.number if line is not None else None, found.reason.kind)
     wanted = (operator, marked(module, marker) if marker else None, kind)
-    assert got == wanted, (found.reason.sentence, found.obstacle)
+    assert got == wanted, (got, found.reason.sentence, found.obstacle)
     assert line is None or line.file == module.__file__
 
 
 def copied(dump: str, to: Path) -> Path:
     return Path(shutil.copytree(dump, to))
+
+
+def train_alone(guard: Any, optimizer: Any, step: Callable[[Any, Any], Tensor], batches: list[Any]) -> None:
+    """A loop of one process, without a watched loss."""
+    for batch in guard.steps(batches):
+        step(guard, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# -- a model and a step that take the whole batch ----------------------------------------------------------------------
+
+
+class Given(nn.Module):
+    """Two layers with a function of the case's between them, which also gets the batch."""
+
+    def __init__(self, between: Callable[[Tensor, dict[str, Any]], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.between = between
+
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        return self.b(self.between(self.a(batch["x"]), batch))  # type: ignore[no-any-return]  # modules return Any
+
+
+def given(between: Callable[[Tensor, dict[str, Any]], Tensor]) -> Callable[[], nn.Module]:
+    return lambda: Given(between)
+
+
+def of_batch(model: Any, batch: Any) -> Tensor:
+    return model(batch).square().mean()  # type: ignore[no-any-return]
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3))
+
+
+class _SpoiltGradient(torch.autograd.Function):
+    """The gradient divided by a number of the batch: 0 spoils all of it, or one column."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, divisor: Tensor, column: int | None) -> Tensor:
+        ctx.divisor, ctx.column = divisor, column
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = gradients
+        if ctx.column is None:
+            return gradient / ctx.divisor, None, None
+        gradient = gradient.clone()
+        gradient[:, ctx.column] /= ctx.divisor
+        return gradient, None, None
+
+
+def spoilt_gradient(values: Tensor, divisor: Tensor, column: int | None = None) -> Tensor:
+    return _SpoiltGradient.apply(values, divisor, column)  # type: ignore[no-any-return, no-untyped-call]  # torch's own
+
+
+class BadWeight(nn.Module):
+    """A layer whose weight's gradient alone is bad where the batch's "g" is 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        hidden = nn.functional.linear(batch["x"], spoilt_gradient(self.a.weight, batch["g"]), self.a.bias)
+        return self.b(hidden)  # type: ignore[no-any-return]  # modules return Any

@@ -1,0 +1,253 @@
+"""Group H: compiled code, recomputation, accumulation, several calls of one module."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ddp_nanguard import NanGuard, NonFiniteError
+from ddp_nanguard.replay.diagnosis import Diagnosis
+from tests import diagnosing
+from tests.cases.harness import (
+    INF,
+    WIDTH,
+    Case,
+    Given,
+    Launch,
+    batch_of,
+    check,
+    check_reason,
+    each,
+    flagged,
+    launched,
+    mlp,
+    of_batch,
+    spoilt_gradient,
+    train_alone,
+)
+from tests.counting import counting
+
+THIS = sys.modules[__name__]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    yield
+    torch.compiler.reset()
+
+
+def step(model: Any, batch: dict[str, Any]) -> Tensor:
+    return model(batch["x"]).square().mean()  # type: ignore[no-any-return]  # <step>
+
+
+class Root(nn.Module):
+    def forward(self, values: Tensor, g: Tensor) -> Tensor:
+        return values + (values * g).abs().sqrt()  # <H03>
+
+
+class Recomputed(Given):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__(lambda h, batch: h)
+        self.root, self.reentrant = Root(), reentrant
+
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        h = checkpoint(self.root, self.a(batch["x"]), batch["g"], use_reentrant=self.reentrant)
+        return self.b(h)  # type: ignore[no-any-return]
+
+
+class Twice(Given):
+    """One encoder for two inputs, of which the second brings a zero; registered late, run early."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda h, batch: h)
+        self.late = nn.Linear(WIDTH, WIDTH)
+        self.encoder = Encoder()
+        self.early = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        h = self.early(self.a(batch["x"]))
+        first = self.encoder(h, torch.ones(()))
+        second = self.encoder(h, batch["g"])
+        return self.b(self.late(first + second))  # type: ignore[no-any-return]
+
+
+class Encoder(nn.Module):
+    def forward(self, values: Tensor, divisor: Tensor) -> Tensor:
+        return values / divisor  # <H08>
+
+
+def compiled_first() -> nn.Module:
+    """Compiled and called before the guard is there: hooks that come now never run."""
+    model = Given(over_zero)
+    model.compile(backend="eager")
+    model(batch_of(g=torch.tensor(1.0))(0, 0))
+    return model
+
+
+def over_zero(h: Tensor, batch: dict[str, Any]) -> Tensor:
+    return h / batch["g"]  # <H01>
+
+
+H03 = "https://github.com/pytorch/pytorch/issues/81296"
+SQRT = {"rank": 1, "step": 1, "phase": "backward", "layer": "root", "call": 1, "kind": "nan"}
+BAD_X = {"rank": 1, "phase": "input", "layer": None, "slot": '["x"]', "kind": "nan"}
+CASES = {
+    "H03 recomputed": Case(
+        H03, batch_of(g=flagged(1)), SQRT, ("aten.div.Tensor", "H03", "edge of domain"), lambda: Recomputed(False),
+        of_batch,
+    ),
+    "H03 recomputed, reentrant": Case(
+        H03, batch_of(g=flagged(1)), SQRT, ("aten.div.Tensor", "H03", "edge of domain"), lambda: Recomputed(True),
+        of_batch,
+    ),
+    "H04 a skipped window leaves no gradients": Case(
+        "https://github.com/espnet/espnet/pull/3283", batch_of(1, at=2), None, None, mlp, step, batches=10,
+        accumulation=2, options={"on_fault": "skip"},
+    ),
+    "H04 micro-batch 0 of 2": Case(
+        "https://github.com/NVIDIA-NeMo/Speech/issues/11272", batch_of(1, at=2), {**BAD_X, "step": 1, "micro_batch": 0},
+        ("aten.addmm.default", "step", "bad input"), mlp, step, batches=10, accumulation=2,
+    ),
+    "H05 micro-batch 5 of 8": Case(
+        "https://github.com/pytorch/torchtitan/pull/3873", batch_of(1, at=13), {**BAD_X, "step": 1, "micro_batch": 5},
+        ("aten.addmm.default", "step", "bad input"), mlp, step, batches=24, accumulation=8,
+    ),
+    "H08 the second call": Case(
+        "https://github.com/huggingface/sentence-transformers/pull/4033", batch_of(g=flagged(1)),
+        {"rank": 1, "step": 1, "phase": "forward", "layer": "encoder", "call": 2},
+        ("aten.div.Tensor", "H08", "division by zero"), Twice, of_batch,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    return launched(__name__, CASES, tmp_path_factory.mktemp("h"))
+
+
+@each(CASES)
+def test_case(name: str, ended: Launch) -> None:
+    check(THIS, name, CASES[name], ended[name])
+
+
+def test_H01_hooks_that_come_after_the_compiled_call(tmp_path: Path) -> None:
+    """https://github.com/pytorch/pytorch/issues/117758: no layer may be called finite that nobody looked at."""
+    model = compiled_first()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = NanGuard(model, optimizer, dump_dir=None)
+    batches = [batch_of(g=flagged(0))(0, index) for index in range(3)]
+    with pytest.raises(NonFiniteError) as caught:
+        train_alone(guard, optimizer, of_batch, batches)
+    guard.close()
+    report = caught.value.report
+    assert report.step == 1 and report.origin is not None
+    (unchecked,) = report.unchecked
+    assert "hooks did not fire" in unchecked and unchecked.endswith("(root), a, b")
+
+
+def _miscompiled(directory: Path) -> Diagnosis:
+    """A backend that makes another result than the code says."""
+
+    def miscompiled(graph: Any, example: Any) -> Any:
+        return lambda *args: [out * INF if out.is_floating_point() else out for out in graph.forward(*args)]
+
+    def build() -> nn.Module:
+        model = diagnosing.Body(torch.tanh)
+        model.compile(backend=miscompiled)
+        return model
+
+    job = diagnosing.Job(build, diagnosing.square, [diagnosing.batch()])
+    return diagnosing.diagnosed(job, directory)
+
+
+def test_H02_no_line_is_blamed_that_is_finite_when_it_runs_eagerly(tmp_path: Path) -> None:
+    """https://github.com/huggingface/lerobot/pull/4179."""
+    found = _miscompiled(tmp_path)
+    assert found.traced is not None and found.traced.birth is None
+    assert any("eagerly" in note for note in found.traced.notes)
+    assert found.reason.kind == "unknown"
+
+
+@pytest.mark.xfail(strict=True, reason="the reason is 'unknown', and nothing says that the eager run was finite")
+def test_H02_finite_in_eager_is_said(tmp_path: Path) -> None:
+    """https://github.com/pytorch/pytorch/issues/130000."""
+    found = _miscompiled(tmp_path)
+    assert found.traced is not None
+    assert any("finite" in text for text in [*found.traced.notes, found.reason.sentence, *found.reason.evidence])
+
+
+def test_H04_gradients_under_accumulation(tmp_path: Path) -> None:
+    """https://github.com/espnet/espnet/pull/3283: the window after a skipped one starts from nothing."""
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = NanGuard(model, optimizer, dump_dir=None, on_fault="skip")
+    for index in range(2):
+        step(guard, batch_of(0, at=0)(0, index)).backward()
+    optimizer.step()
+    assert all(p.grad is None or bool((p.grad == 0).all()) for p in model.parameters())
+    guard.close()
+
+
+def _reads(guarded: bool) -> int:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = NanGuard(model, optimizer, dump_dir=None) if guarded else None
+    for _ in range(2):  # the first step also looks at optimizer state
+        with counting() as counts:
+            for index in range(8):
+                step(guard or model, batch_of()(0, index)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    if guard is not None:
+        guard.close()
+    return sum(counts.host_reads.values())
+
+
+def test_H05_one_read_for_eight_micro_batches() -> None:
+    """https://github.com/pytorch/torchtitan/pull/3873."""
+    assert _reads(True) - _reads(False) == 1
+
+
+class Once(Given):
+    """Bad only when it runs again in the backward."""
+
+    runs = 0
+
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        return self.b(checkpoint(self.part, self.a(batch["x"]), use_reentrant=False))  # type: ignore[no-any-return]
+
+    def part(self, values: Tensor) -> Tensor:
+        Once.runs += 1
+        return (values * (INF if Once.runs % 2 == 0 else 1.0)).exp()  # <H03 again>
+
+
+def test_H03_bad_only_when_it_is_recomputed(tmp_path: Path) -> None:
+    """https://github.com/pytorch/pytorch/issues/81296: no forward is blamed that was finite."""
+    Once.runs = 0
+    job = diagnosing.Job(lambda: Once(lambda h, batch: h), of_batch, [diagnosing.batch(g=torch.tensor(1.0))])
+    session = diagnosing.session_of(job, tmp_path)
+    origin = session.dump.report.origin
+    assert origin is not None and str(origin.phase) == "backward"
+
+
+def test_H08_execution_order_decides(tmp_path: Path) -> None:
+    """https://github.com/pytorch/pytorch/issues/81296: registered late, run early."""
+    job = diagnosing.Job(Twice, of_batch, [diagnosing.batch(g=torch.tensor(0.0))])
+    check_reason(THIS, ("aten.div.Tensor", "H08", "division by zero"), diagnosing.diagnosed(job, tmp_path))
+
+
+def test_H04_local_gradients_under_no_sync(tmp_path: Path) -> None:
+    """https://github.com/espnet/espnet/pull/3283: the bad gradient of the first of two micro-batches is named."""
+    job = diagnosing.Job(lambda: Given(lambda h, batch: spoilt_gradient(h, batch["g"])), of_batch, [])
+    job.batches = [diagnosing.batch(g=torch.tensor(g)) for g in (0.0, 1.0)]
+    job.accumulation = 2
+    origin = diagnosing.session_of(job, tmp_path).dump.report.origin
+    assert origin is not None and (str(origin.phase), origin.micro_batch) == ("backward", 0)
