@@ -16,8 +16,7 @@ NUM_STEPS = 20
 def _jobs(wrapper: str) -> list[Job]:
     plain = Job(wrapper, num_steps=NUM_STEPS)
     jobs = [plain, dataclasses.replace(plain, num_micro_batches=3, clip=True)]
-    if wrapper != "fsdp2":  # has no scaler of its own
-        jobs.append(dataclasses.replace(plain, num_micro_batches=3, clip=True, scaler=True))
+    jobs.append(dataclasses.replace(plain, num_micro_batches=3, clip=True, scaler=True))
     if wrapper == "fsdp1":
         jobs.append(dataclasses.replace(plain, use_orig_params=False))
     return jobs

@@ -19,18 +19,14 @@ COUNTED_STEP = 2  # hooks, groups and first-step checks are behind it
 
 def _variants(wrapper: str) -> dict[str, Job]:
     base = Job(wrapper, num_steps=COUNTED_STEP + 1, count_step=COUNTED_STEP)
-    variants = {
+    return {
         "10 layers": dataclasses.replace(base, num_layers=10),
         "300 layers": dataclasses.replace(base, num_layers=300),
         "odd": base,
         "clipping, accumulation 3": dataclasses.replace(base, clip=True, num_micro_batches=3),
         "keep_previous": dataclasses.replace(base, options={"keep_previous": True}),
+        "scaler, clipping, accumulation 3": dataclasses.replace(base, scaler=True, clip=True, num_micro_batches=3),
     }
-    if wrapper != "fsdp2":
-        variants["scaler, clipping, accumulation 3"] = dataclasses.replace(
-            base, scaler=True, clip=True, num_micro_batches=3
-        )
-    return variants
 
 
 def _off(job: Job) -> Job:
