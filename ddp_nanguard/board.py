@@ -1,10 +1,8 @@
 """Slots of the current step and the ring of the last steps, on the device.
 
 A probe reduces one tensor into the next free slot, a (minimum, maximum) pair, and leaves a note beside it on the host
-that says what was
-looked at. Slots lie in pages, one per region, device and dtype, because ``aminmax`` writes its result in the dtype of
-its
-input. Nothing is read by the host until `Board.readings`, which only the fault path calls.
+that says what was looked at. Slots lie in pages, one per region, device and dtype, because ``aminmax`` writes its
+result in the dtype of its input. Nothing is read by the host until `Board.readings`, which only the fault path calls.
 """
 
 from __future__ import annotations
@@ -122,8 +120,7 @@ class Board:
 
         Returns:
             The execution order of the slot, or None where the kind of tensor cannot be checked. Tensors that hold
-            nothing to check
-            (integers, empty) take no slot and get an order all the same.
+            nothing to check (integers, empty) take no slot and get an order all the same.
         """
         self._order += 1
         if is_plain(tensor):
@@ -134,11 +131,6 @@ class Board:
             return None
         for part in parts:
             self._page(region, part).reduce(part, self._order, note)
-        return self._order
-
-    def tick(self) -> int:
-        """The next execution order, for an event without a slot."""
-        self._order += 1
         return self._order
 
     def _page(self, region: Region, tensor: Tensor) -> _Page:

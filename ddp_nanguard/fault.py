@@ -1,8 +1,7 @@
 """From a verdict that is not clean to the report: rescans, blame, the fault round.
 
 Nothing here runs in a clean step. Host reads and copies are free; collectives are not, and every rank reaches each of
-them because the
-verdict is the same everywhere.
+them because the verdict is the same everywhere.
 """
 
 from __future__ import annotations

@@ -108,7 +108,8 @@ class FaultPolicy:
                 self._tell_of_overflow(step, scale)
             self.parts.board.discard()
             return True
-        reason = f"{self._overflows_in_a_row} overflows in a row" if too_many else f"the scale fell to {scale:g}"
+        below = f"a scale fell below scale_floor={config.scale_floor:g}"  # on some rank: the text is the same on all
+        reason = f"{self._overflows_in_a_row} overflows in a row" if too_many else below
         with self._busy:
             return self._fault(Severity.FAULT, step, cause=f"scale collapse: {reason}")
 
@@ -155,18 +156,13 @@ class FaultPolicy:
     def _confirmed(self, severity: Severity, view: LocalView) -> Severity:
         """Gradients that were bad in backward and are finite now are no fault: somebody has dealt with them."""
         other = bool(view.damage.names() or view.hyper_parameters)
-        other, seen, now, loss = self._any_of(other, view.gradients_bad_seen, view.gradients_bad_now, view.loss_bad)
+        # a scaler that nobody told us of has set found_inf, and the device is going to skip the update
         unasked = any(getattr(optimizer, "found_inf", None) is not None for optimizer in self.parts.optimizers)
-        (unasked,) = self._any_of(
-            unasked
-        )  # a scaler that nobody told us of has set it, and the device skips the update
-        if (
-            severity is not Severity.FAULT
-            or other
-            or not seen
-            or self.parts.scaler is not None
-            or (now and not unasked)
-        ):
+        other, seen, now, loss, unasked = self._any_of(
+            other, view.gradients_bad_seen, view.gradients_bad_now, view.loss_bad, unasked
+        )
+        by_gradients_alone = severity is Severity.FAULT and seen and not other and self.parts.scaler is None
+        if not by_gradients_alone or (now and not unasked):
             return severity
         if not self._told_of_scaler:
             self._told_of_scaler = True

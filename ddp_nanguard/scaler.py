@@ -2,10 +2,8 @@
 
 [Note: skipping under a scaler]
 ``scaler.step`` may never call ``optimizer.step``, so the verdict cannot wait for it. After a skip the scaler must
-believe that it has
-unscaled and stepped, without an inf found, or its ``update`` raises; the growth tracker goes back by one so that
-``update`` leaves scale and
-tracker as they were.
+believe that it has unscaled and stepped, without an inf found, or its ``update`` raises; the growth tracker goes back
+by one so that ``update`` leaves scale and tracker as they were.
 """
 
 from __future__ import annotations

@@ -43,8 +43,7 @@ def dense_parts(tensor: Tensor) -> list[Tensor] | None:
 
     Returns:
         Tensors for which `is_plain` holds, possibly none (integers and empty tensors are always clean), or None where
-        the kind cannot
-        be checked: meta, quantised, functorch-wrapped, unknown subclasses.
+        the kind cannot be checked: meta, quantised, functorch-wrapped, unknown subclasses.
     """
     if is_plain(tensor):
         return [tensor.detach()]

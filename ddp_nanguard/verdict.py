@@ -4,8 +4,8 @@
 Each rank turns its slots into one integer on the device; the verdict is the MAX over ranks. Integers, because NaN is
 lost in a MAX over floats
 (and which rank holds it decides whether). Only when the verdict is not clean do ranks talk about details, on a CPU
-group of its own with
-a timeout of its own, so that neither a watchdog of the training group nor a dead peer takes the evidence along.
+group of its own with a timeout of its own, so that neither a watchdog of the training group nor a dead peer takes the
+evidence along.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .blame import RankedSite
 from .board import Board, Region
-from .site import MAX_RANKS_LISTED, MAX_SITES, Phase, Site
+from .site import MAX_RANKS_LISTED, MAX_SITES, Site
 
 NORM_OVERFLOWS_AT = 1.8e19
 """The square of an element beyond this is infinite in float32."""
@@ -304,8 +304,7 @@ class Severities:
     """Turns the slots of a board into this rank's severity, on the device, without a host read.
 
     Remarks: a gradient norm beyond ``grad_norm_warn``; gradients whose norm overflows float32, which clipping would
-    turn
-    into zeros; a bad buffer that DDP has overwritten.
+    turn into zeros; a bad buffer that DDP has overwritten.
     """
 
     def __init__(self, board: Board, device: torch.device, has_scaler: bool, norm_limit: float | None) -> None:
@@ -368,6 +367,3 @@ class Severities:
         if not outputs or not gradients:
             return torch.zeros((), dtype=torch.int64, device=self._device)
         return (torch.stack(outputs).any() & torch.stack(gradients).any()).to(torch.int64)
-
-
-PHASES_WITHOUT_MICRO_BATCH = frozenset({Phase.STATE, Phase.REDUCE, Phase.OPTIMIZER})

@@ -44,8 +44,7 @@ class Window:
     """The micro-batches of the step now running, and the buffers from before it.
 
     Memory: references to the batches (copies with ``copy_batch`` or where ``hold="host"`` moves them off the device),
-    and
-    one copy of the floating buffers, and of others up to `SMALL_BYTES` each.
+    and one copy of the floating buffers, and of others up to `SMALL_BYTES` each.
     """
 
     def __init__(self, device: torch.device, copy_batch: bool, hold: Literal["device", "host"]) -> None:

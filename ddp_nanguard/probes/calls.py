@@ -2,10 +2,8 @@
 
 [Note: sightings]
 A `Sighting` is one version of one tensor, seen by a probe. A module's input is probed only where it is not a sighting
-already (same object,
-same ``_version``), so one pass over the data per tensor is enough to tell code between two modules from the module
-after it: an input
-that is no sighting was made by the code in between.
+already (same object, same ``_version``), so one pass over the data per tensor is enough to tell code between two
+modules from the module after it: an input that is no sighting was made by the code in between.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -109,8 +109,3 @@ class GradientProbe:
         """Seen by a hook, and not changed in place since."""
         reference, version = self._covered.get(id(gradient), (None, -1))
         return reference is not None and reference() is gradient and version == version_of(gradient)
-
-
-def names_of(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[int, str]:
-    """Clean name by identity of the parameter."""
-    return {id(parameter): name for name, parameter in parameters}
