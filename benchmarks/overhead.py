@@ -1,9 +1,15 @@
-"""What the guard costs: guarded and unguarded training steps in alternation, in one process per rank.
+"""What the guard costs: training steps with and without it in alternation, and of what people use today beside it.
 
-    torchrun --nproc-per-node 2 benchmarks/overhead.py [--steps 60] [--json FILE]
+    pip install -c constraints.txt -e '.[test,bench]'
+    torchrun --nproc-per-node 2 benchmarks/overhead.py [--runs 3] [--json FILE] [--plot DIRECTORY] [--compiled]
+    torchrun --nproc-per-node 2 benchmarks/overhead.py --counts
 
-Per model and wrapper: the median of the paired ratios guarded / unguarded, their quartiles, and the median unguarded
-step. One thread per rank; the two models are equal and see the same data; the order within a pair alternates.
+One process group, one thread per rank. Per model and wrapper all columns are built side by side from equal weights;
+in each round every column makes one step on the same batch, in rotating order, each behind a barrier. A figure is the
+median of the ratios column / unguarded of the same round, with quartiles over all rounds and the medians of each run.
+Peers take turns, one per round. The processor time of the training thread, summed over ranks, is compared likewise:
+it says less about waiting, and is not disturbed by other jobs on the machine. `--compiled` measures compiled models
+instead; compiling takes longer than measuring. `--counts` measures next to nothing and asserts what can be counted.
 """
 
 from __future__ import annotations
@@ -11,137 +17,280 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import platform
+import os
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
-from ddp_nanguard import NanGuard
+import torch  # noqa: E402  # after the path of this repository
+import torch.distributed as dist  # noqa: E402
+from torch._dynamo.utils import counters  # noqa: E402
 
+from benchmarks import counts, limit  # noqa: E402
+from benchmarks.machine import load, machine  # noqa: E402
+from benchmarks.watches import GUARDS, PEERS, Control, Watch, is_installed  # noqa: E402
+from benchmarks.workloads import MODELS, Case, Loop, Seconds  # noqa: E402
 
-class ResidualBlock(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(width, width, 3, padding=1, bias=False)
-        self.norm1 = nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
-        self.norm2 = nn.BatchNorm2d(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(x + self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))))
+GENEROUS = 3.0
+NOT_THERE = "not there"
 
 
-def resnet() -> tuple[nn.Module, Callable[[], Tensor]]:
-    body = [nn.Conv2d(3, 32, 3, padding=1), *(ResidualBlock(32) for _ in range(6))]
-    model = nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
-    return model, lambda: torch.randn(16, 3, 32, 32)
+@dataclass
+class Column:
+    """Steps of one loop, paired with the unguarded ones of the same rounds."""
+
+    loop: Loop
+    runs: list[list[tuple[Seconds, Seconds]]] = field(default_factory=list)
+
+    def row(self) -> dict[str, Any]:
+        pairs = [pair for run in self.runs for pair in run]
+        walls = [mine.wall / plain.wall for mine, plain in pairs]
+        low, middle, high = statistics.quantiles(walls if len(walls) > 1 else 2 * walls, n=4)
+        return {
+            "column": self.loop.watch.name,
+            "ratio": round(middle, 4),
+            "quartiles": [round(low, 4), round(high, 4)],
+            "runs": [round(statistics.median(m.wall / p.wall for m, p in run), 4) for run in self.runs if run],
+            "cpu_ratio": round(statistics.median(mine.cpu / plain.cpu for mine, plain in pairs), 4),
+            "pairs": len(pairs),
+            "step_ms": round(1000 * statistics.median(mine.wall for mine, _ in pairs), 3),
+            "added_ms": round(1000 * statistics.median(mine.wall - plain.wall for mine, plain in pairs), 3),
+        }
 
 
-def transformer() -> tuple[nn.Module, Callable[[], Tensor]]:
-    layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.1, batch_first=True)
-    return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False), lambda: torch.randn(8, 128, 256)
+@dataclass(frozen=True)
+class Extent:
+    """How much is measured: at most so many rounds and seconds per run, after warm-up."""
+
+    runs: int
+    rounds: int
+    seconds: float
+    warm_up: int
+    peers: bool
 
 
-def mlp() -> tuple[nn.Module, Callable[[], Tensor]]:
-    sizes = [nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)]
-    return nn.Sequential(*sizes), lambda: torch.randn(64, 64)
-
-
-MODELS = {"transformer": transformer, "resnet": resnet, "mlp": mlp}
-
-
-def wrap(model: nn.Module, wrapper: str) -> nn.Module:
-    if wrapper == "ddp":
-        return DistributedDataParallel(model)
-    for child in model.modules():
-        if isinstance(child, (nn.TransformerEncoderLayer, ResidualBlock)):
-            fully_shard(child)
-    return fully_shard(model)
-
-
-class Loop:
-    """One training loop, guarded or not."""
-
-    def __init__(self, name: str, wrapper: str, guarded: bool) -> None:
-        torch.manual_seed(0)
-        model, self.batch = MODELS[name]()
-        self.model = wrap(model, wrapper)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        self.guard = NanGuard(self.model, self.optimizer, dump_dir=None) if guarded else None
-
-    def step(self, batch: Tensor) -> float:
-        start = time.perf_counter()
-        if self.guard is None:
-            self._train(batch)
-        else:
-            for item in self.guard.steps([batch]):
-                self._train(item)
-        return time.perf_counter() - start
-
-    def _train(self, batch: Tensor) -> None:
-        loss = self.model(batch).float().pow(2).mean()
-        if self.guard is not None:
-            self.guard.watch(loss=loss)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
-def measure(name: str, wrapper: str, num_steps: int) -> dict[str, Any]:
-    loops = [Loop(name, wrapper, guarded=False), Loop(name, wrapper, guarded=True)]
-    ratios: list[float] = []
-    plain: list[float] = []
-    for index in range(num_steps + 10):
-        batch = loops[0].batch()
-        times = [0.0, 0.0]
-        for which in (0, 1) if index % 2 else (1, 0):
-            dist.barrier()
-            times[which] = loops[which].step(batch)
-        if index >= 10:
-            ratios.append(times[1] / times[0])
-            plain.append(times[0])
-    assert loops[1].guard is not None
-    loops[1].guard.close()
-    low, middle, high = statistics.quantiles(ratios, n=4)
+def measure(case: Case, extent: Extent) -> dict[str, Any]:
+    """All columns of one case. Collective: as the training steps, and a few of its own between them."""
+    before = load()
+    torch._dynamo.reset()
+    torch._dynamo.config.recompile_limit = 64  # every column compiles the same code for a model of its own
+    plain = Loop(case, Watch())
+    guards, missing = _built(case, [Control, *GUARDS])
+    others, not_installed = _built(case, PEERS if extent.peers and not case.compiled else [])
+    _warm_up(case, extent, plain, guards + others)
+    graphs, breaks = _graphs(), sum(counters["graph_break"].values())
+    for _ in range(extent.runs):
+        _run(case, extent, plain, guards, others)
+    rows = [*(column.row() for column in guards + others), *missing, *not_installed]
+    for column in guards + others:
+        column.loop.close()
     return {
-        "model": name,
-        "wrapper": wrapper,
-        "ratio": round(middle, 3),
-        "quartiles": [round(low, 3), round(high, 3)],
-        "step_ms": round(1000 * statistics.median(plain), 2),
+        "case": str(case),
+        **{name: getattr(case, name) for name in ("model", "wrapper", "compiled")},
+        "unguarded_ms": _unguarded_ms(guards),
+        "load": [before, load()],
+        "recompilations": _graphs() - graphs,
+        "graph_breaks": breaks,
+        "columns": rows,
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Guarded against unguarded steps. Start it with torchrun.")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--models", nargs="+", default=list(MODELS))
-    parser.add_argument("--wrappers", nargs="+", default=["ddp", "fsdp2"])
-    parser.add_argument("--json", help="file for the figures")
-    options = parser.parse_args()
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    rows = [measure(name, wrapper, options.steps) for wrapper in options.wrappers for name in options.models]
+def _warm_up(case: Case, extent: Extent, plain: Loop, columns: list[Column]) -> None:
+    for _ in range(extent.warm_up):
+        _round(case, plain, columns, 0)
+    for column in columns:
+        for _ in range(column.loop.watch.settles_in):
+            column.loop.step(case.batch())
+
+
+def _built(case: Case, made: Sequence[Callable[[], Watch]]) -> tuple[list[Column], list[dict[str, Any]]]:
+    """Columns, and rows that say why there is none."""
+    columns: list[Column] = []
+    missing = []
+    for make in made:
+        watch = make()
+        try:
+            if is_installed(watch):
+                columns.append(Column(Loop(case, watch)))
+                continue
+        except ValueError as error:
+            if "unknown option" not in str(error):
+                raise
+        missing.append({"column": watch.name, "missing": "not installed" if watch.package else NOT_THERE})
+    return columns, missing
+
+
+def _run(case: Case, extent: Extent, plain: Loop, guards: list[Column], others: list[Column]) -> None:
+    for column in guards + others:
+        column.runs.append([])
+    end = time.monotonic() + extent.seconds
+    for index in range(extent.rounds):
+        turn = [others[index % len(others)]] if others else []
+        times = _round(case, plain, guards + turn, index)
+        for column in guards + turn:
+            column.runs[-1].append((times[column.loop], times[plain]))
+        if index + 1 >= len(others) and _is_over(end):
+            break
+    for column in guards + others:
+        column.runs[-1] = _over_ranks(column.runs[-1])
+
+
+def _round(case: Case, plain: Loop, columns: list[Column], index: int) -> dict[Loop, Seconds]:
+    loops = [plain, *(column.loop for column in columns)]
+    shift = index % len(loops)
+    batch = case.batch()
+    times = {}
+    for loop in loops[shift:] + loops[:shift]:
+        dist.barrier()
+        times[loop] = loop.step(batch)
+    return times
+
+
+def _is_over(end: float) -> bool:
+    """The first rank decides, so that all make the same number of rounds."""
+    word = torch.tensor([time.monotonic() >= end], dtype=torch.int64)
+    dist.broadcast(word, 0)
+    return bool(word.item())
+
+
+def _over_ranks(run: list[tuple[Seconds, Seconds]]) -> list[tuple[Seconds, Seconds]]:
+    """The slowest rank's wall time, and processor time of all ranks."""
+    times = torch.tensor(run, dtype=torch.float64).reshape(-1, 2, 2)
+    walls, cpus = times[..., 0].contiguous(), times[..., 1].contiguous()
+    dist.all_reduce(walls, op=dist.ReduceOp.MAX)
+    dist.all_reduce(cpus)
+    both = zip(walls.tolist(), cpus.tolist(), strict=True)
+    return [(Seconds(wall[0], cpu[0]), Seconds(wall[1], cpu[1])) for wall, cpu in both]
+
+
+def _unguarded_ms(columns: list[Column]) -> float:
+    return round(1000 * statistics.median(plain.wall for c in columns for run in c.runs for _, plain in run), 3)
+
+
+def _graphs() -> int:
+    return int(counters["stats"]["unique_graphs"])
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """A line per case and column."""
+    head = f"{'':<36}{'ratio':>8}{'quartiles':>18}{'runs':>18}{'cpu':>8}{'added':>12}{'pairs':>7}"
+    lines = [head]
+    for case in rows:
+        loads = " to ".join(map(str, case["load"]))
+        compiled = f", {case['recompilations']} recompilations, {case['graph_breaks']} graph breaks"
+        lines.append(f"{case['case']}: {case['unguarded_ms']:.2f} ms, load {loads}{compiled if case['compiled'] else ''}")
+        lines += [_line(column) for column in case["columns"]]
+        if "limit" in case:
+            lines.append("  " + limit.described(case["limit"]))
+    return "\n".join(lines)
+
+
+def _line(row: dict[str, Any]) -> str:
+    if "missing" in row:
+        return f"  {row['column']:<34}{row['missing']:>8}"
+    quartiles = "{:.3f} to {:.3f}".format(*row["quartiles"])
+    runs = f"{min(row['runs']):.3f} to {max(row['runs']):.3f}"
+    figures = f"{row['ratio']:>8.3f}{quartiles:>18}{runs:>18}{row['cpu_ratio']:>8.3f}{row['added_ms']:>9.3f} ms"
+    return f"  {row['column']:<34}{figures}{row['pairs']:>7}"
+
+
+# -- the short form ----------------------------------------------------------------------------------------------------
+
+
+def check_counts() -> None:
+    """Asserts what a step of the guard may cost, in collectives, host reads, kernels and graphs.
+
+    Raises:
+        AssertionError: one of them costs more.
+    """
+    for case in counts.CASES:
+        for verdict in ("sync",) if case.compiled else ("sync", "deferred"):
+            _check(case, verdict)
+    ratio = counts.generous_ratio(Case("resnet"))
+    assert ratio < GENEROUS, f"a guarded step takes {ratio:.2f} times the processor time of an unguarded one"
     if dist.get_rank() == 0:
-        print("| model | wrapper | guarded / unguarded | quartiles | unguarded step |\n|---|---|---|---|---|")
-        for row in rows:
-            low, high = row["quartiles"]
-            ratio = f"{row['ratio']:.3f} | {low:.3f} to {high:.3f}"
-            print(f"| {row['model']} | {row['wrapper']} | {ratio} | {row['step_ms']} ms |")
-        if options.json:
-            machine = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.platform()}
-            with open(options.json, "w") as file:
-                json.dump({"rows": rows, **machine, "ranks": dist.get_world_size()}, file, indent=1)
-    gc.collect()
-    dist.destroy_process_group()
+        print(f"processor time of a guarded step, ResNet: {ratio:.2f} of an unguarded one (must be below {GENEROUS})")
+
+
+def _check(case: Case, verdict: str) -> None:
+    try:
+        found = counts.counted(case, verdict)
+    except ValueError as error:
+        if "unknown option" not in str(error):
+            raise
+        text = f"{case}, {verdict}: {NOT_THERE}"
+    else:
+        counts.require_cheap(found)
+        text = counts.described(found)
+    if dist.get_rank() == 0:
+        print(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--counts", action="store_true", help="assert counts only; seconds")
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--wrappers", nargs="+", choices=["ddp", "fsdp2"], default=["ddp", "fsdp2"])
+    parser.add_argument("--compiled", action="store_true", help="transformer and ResNet, whole and per block")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=200, help="at most, per run and case")
+    parser.add_argument("--seconds", type=float, default=10.0, help="at most, per run and case")
+    parser.add_argument("--warm-up", type=int, default=4, help="rounds")
+    parser.add_argument("--no-peers", action="store_true", help="this package's levels only")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--plot", type=Path, help="directory for the plots")
+    options = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("start it with torchrun --nproc-per-node 2")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    try:
+        check_counts() if options.counts else _measure_all(options)
+    finally:
+        gc.collect()  # what still holds a DDP model would hinder the end of its process group
+        dist.destroy_process_group()
+
+
+def _measure_all(options: argparse.Namespace) -> None:
+    extent = Extent(options.runs, options.rounds, options.seconds, options.warm_up, not options.no_peers)
+    rows = []
+    for case in _cases(options):
+        rows.append(measure(case, extent))
+        gc.collect()
+        if not case.compiled:
+            rows[-1]["limit"] = limit.distance(case)
+            gc.collect()
+        if dist.get_rank() == 0:
+            print(table(rows[-1:]), flush=True)
+    if dist.get_rank() == 0:
+        _write(rows, options)
+
+
+def _cases(options: argparse.Namespace) -> list[Case]:
+    ways = ("whole", "blocks") if options.compiled else ("",)
+    models = [name for name in options.models if not options.compiled or name in ("transformer", "resnet")]
+    return [Case(model, wrapper, way) for wrapper in options.wrappers for way in ways for model in models]
+
+
+def _write(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    if options.json:
+        abouts = {watch.name: watch.about for make in (*GUARDS, *PEERS, Control) if (watch := make()).about}
+        found = {"machine": machine(), "ranks": dist.get_world_size(), "about": abouts, "cases": rows}
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    if options.plot:
+        from benchmarks import plots
+
+        plots.overhead(rows, options.plot)
 
 
 if __name__ == "__main__":

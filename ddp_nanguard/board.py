@@ -1,15 +1,15 @@
 """Slots of the current step and the ring of the last steps, on the device.
 
 A probe reduces one tensor into the next free slot, a (minimum, maximum) pair, and leaves a note beside it on the host
-that says what was looked at. Slots lie in pages, one per region, device and dtype, because ``aminmax`` writes its
-result in the dtype of its input. Nothing is read by the host until `Board.readings`, which only the fault path calls.
+that says what was looked at. Slots lie in pages, one per device and dtype, because ``aminmax`` writes its result in the
+dtype of its input. Nothing is read by the host until `Board.readings`, which only the fault path calls.
 """
 
 from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from .scan import dense_parts, is_plain
 
 _FIRST_CAPACITY = 64
+_aminmax = torch.aminmax
 
 
 class Region(enum.IntEnum):
@@ -34,14 +35,16 @@ class Region(enum.IntEnum):
     """Parameters and optimizer state."""
     BUFFER = 5
     """Buffers, where -inf is allowed."""
-    WIDE = 9
-    """Gradients in float64, whose norm does not overflow; only `Board.extremes` tells them apart."""
     LEFT_OUT = 8
     """Gradients of parameters that no optimizer holds: no scaler looks at them."""
     NORM = 7
     """The gradient norm; only its size counts."""
     REMARK = 6
     """Worth a warning, never a trigger; -inf is allowed."""
+
+
+ONE_SIDED = frozenset({Region.OUTPUT, Region.BUFFER, Region.REMARK})
+"""Where -inf is allowed: NaN and +inf are bad."""
 
 
 class Reading(NamedTuple):
@@ -54,33 +57,68 @@ class Reading(NamedTuple):
     maximum: float
 
 
-class _Page:
-    """Slots of one region, device and dtype; grows by doubling."""
+Note = tuple[int, Region, Any]
+"""What is kept on the host beside a slot: execution order, region, and what the probe says of it."""
+
+
+class Page:
+    """Slots of one device and dtype, in the order in which they were filled; grows by doubling.
+
+    Attributes:
+        values: the slots, shape (capacity, 2).
+        notes: of the slots in use.
+        layout: changes whenever a slot gets another region than it had in the step before.
+    """
+
+    __slots__ = ("_outs", "_regions", "_ring", "layout", "notes", "values")
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.values = torch.zeros(_FIRST_CAPACITY, 2, device=device, dtype=dtype)
-        self.outs = _slot_views(self.values)
-        self.notes: list[tuple[int, Any]] = []
-        self.ring: dict[int, Tensor] = {}
+        self.notes: list[Note] = []
+        self.layout = 0
+        self._outs = _slot_views(self.values)
+        self._regions: list[Region] = []
+        self._ring: dict[int, Tensor] = {}
 
-    def reduce(self, plain: Tensor, order: int, note: Any) -> None:
-        index = len(self.notes)
-        if index == len(self.outs):
+    def reduce(self, plain: Tensor, order: int, region: Region, note: Any) -> None:
+        """One kernel."""
+        notes, regions = self.notes, self._regions
+        index = len(notes)
+        if index == len(self._outs):
             self._grow()
-        torch.aminmax(plain, out=self.outs[index])
-        self.notes.append((order, note))
+        _aminmax(plain, out=self._outs[index])
+        notes.append((order, region, note))
+        if index == len(regions):
+            regions.append(region)
+            self.layout += 1
+        elif regions[index] is not region:
+            regions[index] = region
+            self.layout += 1
+
+    def fill(self, values: Tensor, order: int, notes: list[Any]) -> None:
+        """Slots that were filled elsewhere; a page holds such or its own."""
+        first = len(self.notes)
+        while first + len(values) > len(self.values):
+            self._grow()
+        self.values[first : first + len(values)].copy_(values)
+        self.notes += [(order, Region.EVIDENCE, note) for note in notes]
+        self._regions = [Region.EVIDENCE] * len(self.notes)
+
+    def regions(self) -> list[Region]:
+        """Of the slots in use."""
+        return self._regions[: len(self.notes)]
 
     def _grow(self) -> None:
-        larger = torch.zeros(2 * len(self.outs), 2, device=self.values.device, dtype=self.values.dtype)
-        larger[: len(self.outs)].copy_(self.values)
-        self.values, self.outs = larger, _slot_views(larger)
+        larger = torch.zeros(2 * len(self._outs), 2, device=self.values.device, dtype=self.values.dtype)
+        larger[: len(self._outs)].copy_(self.values)
+        self.values, self._outs = larger, _slot_views(larger)
 
-    def keep(self, turn: int) -> tuple[Tensor, list[tuple[int, Any]]]:
+    def keep(self, turn: int) -> tuple[Tensor, list[Note]]:
         """Copy the used slots into place ``turn`` of the ring and start afresh."""
         used, notes = len(self.notes), self.notes
-        place = self.ring.get(turn)
+        place = self._ring.get(turn)
         if place is None or len(place) < used:
-            place = self.ring[turn] = torch.zeros_like(self.values)
+            place = self._ring[turn] = torch.zeros_like(self.values)
         place[:used].copy_(self.values[:used])
         self.notes = []
         return place, notes
@@ -95,21 +133,27 @@ class PastStep:
     """Slots of a step with a clean verdict, still on the device."""
 
     step: int
-    pages: tuple[tuple[Region, Tensor, list[tuple[int, Any]]], ...]
+    pages: tuple[tuple[Tensor, list[Note]], ...]
+
+    resolve: Callable[[list[Reading]], list[Reading]]
 
     def readings(self) -> list[Reading]:
         """The slots in execution order. Host sync: one per page."""
-        return _sorted_readings(self.pages)
+        return self.resolve(_sorted_readings(self.pages))
 
 
 class Board:
     """All slots of the window now open, and those of the last ``history`` clean steps.
 
+    Attributes:
+        resolve: makes readings like the others of those that compiled code left, see `probes.compiled`.
+
     Memory: 2 values per slot and step, on the device where the probed tensor lives.
     """
 
     def __init__(self, history: int) -> None:
-        self._pages: dict[tuple[Region, torch.device, torch.dtype], _Page] = {}
+        self._pages: dict[object, Page] = {}
+        self.resolve: Callable[[list[Reading]], list[Reading]] = _as_they_are
         self._order = 0
         self._history = history
         self._turn = 0
@@ -122,45 +166,48 @@ class Board:
             The execution order of the slot, or None where the kind of tensor cannot be checked. Tensors that hold
             nothing to check (integers, empty) take no slot and get an order all the same.
         """
-        self._order += 1
+        self._order = order = self._order + 1
         if is_plain(tensor):
-            self._page(region, tensor).reduce(tensor.detach(), self._order, note)
-            return self._order
+            plain = tensor.detach() if tensor.requires_grad else tensor
+            self._page(tensor).reduce(plain, order, region, note)
+            return order
         parts = dense_parts(tensor)
         if parts is None:
             return None
         for part in parts:
-            self._page(region, part).reduce(part, self._order, note)
-        return self._order
+            self._page(part).reduce(part, order, region, note)
+        return order
 
-    def _page(self, region: Region, tensor: Tensor) -> _Page:
-        key = (region, tensor.device, tensor.dtype)
+    def fill(self, values: Tensor, notes: list[Any]) -> None:
+        """Take slots over that were filled elsewhere, as evidence; one copy.
+
+        Args:
+            values: float64, shape (slots, 2).
+            notes: one per slot.
+        """
+        page = self._pages.get(values.device)
+        if page is None:
+            page = self._pages[values.device] = Page(values.device, values.dtype)
+        page.fill(values, self._order, notes)
+
+    def _page(self, tensor: Tensor) -> Page:
+        key = (tensor.device, tensor.dtype)
         page = self._pages.get(key)
         if page is None:
-            page = self._pages[key] = _Page(tensor.device, tensor.dtype)
+            page = self._pages[key] = Page(*key)
         return page
 
-    def extremes(self, regions: frozenset[Region], device: torch.device) -> tuple[list[Region], list[Tensor]]:
-        """One float64 (min, max) row per page in use, on ``device``; no host read.
-
-        In float64 because a float64 slot may hold finite values beyond float32.
-        """
-        found: list[Region] = []
-        rows: list[Tensor] = []
-        for (region, _, dtype), page in self._pages.items():
-            if region in regions and page.notes:
-                found.append(Region.WIDE if region is Region.GRADIENT and dtype is torch.float64 else region)
-                rows.append(_row(page.values[: len(page.notes)], region).to(device, torch.float64))
-        return found, rows
+    def pages(self) -> list[Page]:
+        """Those in use."""
+        return [page for page in self._pages.values() if page.notes]
 
     def readings(self) -> list[Reading]:
         """The slots of the open window, in execution order. Host sync: one per page."""
-        return _sorted_readings((key[0], page.values, page.notes) for key, page in self._pages.items())
+        return self.resolve(_sorted_readings([(page.values, page.notes) for page in self._pages.values()]))
 
     def keep(self, step: int) -> None:
         """Move the slots of a clean step into the ring; one device copy per page, no host read."""
-        pages = tuple((key[0], *page.keep(self._turn)) for key, page in self._pages.items() if page.notes)
-        self._past[self._turn] = PastStep(step, pages)
+        self._past[self._turn] = PastStep(step, tuple(page.keep(self._turn) for page in self.pages()), self.resolve)
         self._turn = (self._turn + 1) % self._history
         self._order = 0
 
@@ -175,24 +222,17 @@ class Board:
         return sorted(self._past.values(), key=lambda past: past.step)
 
 
-def _row(slots: Tensor, region: Region) -> Tensor:
-    if region in (
-        Region.BUFFER,
-        Region.OUTPUT,
-        Region.REMARK,
-    ):  # -inf is allowed: only the maximum speaks, NaN or +inf where it is bad
-        low, high = torch.aminmax(slots[:, 1])
-        return torch.stack((low, high)).clamp(min=0.0)
-    return torch.stack(torch.aminmax(slots))
-
-
-def _sorted_readings(pages: Iterator[Any] | tuple[Any, ...]) -> list[Reading]:
+def _sorted_readings(pages: Iterable[tuple[Tensor, list[Note]]]) -> list[Reading]:
     found = [
         Reading(order, note, region, low, high)
-        for region, values, notes in pages
-        for (order, note), (low, high) in zip(notes, values[: len(notes)].tolist(), strict=True)
+        for values, notes in pages
+        for (order, region, note), (low, high) in zip(notes, values[: len(notes)].tolist(), strict=True)
     ]
     return sorted(found, key=lambda reading: reading.order)
+
+
+def _as_they_are(readings: list[Reading]) -> list[Reading]:
+    return readings
 
 
 def is_clean(reading: Reading) -> bool:

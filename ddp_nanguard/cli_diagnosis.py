@@ -53,6 +53,7 @@ def add_explain(commands: Commands) -> None:
     parser.add_argument("--rank", type=int, help="default: the rank where the fault began")
     parser.add_argument("--recipe", metavar="MODULE:FUNCTION", help="default: the one that the dump names")
     parser.add_argument("--device", help="default: a GPU if there is one")
+    parser.add_argument("--no-replay", action="store_true", help="run nothing: ask the report and the history alone")
     parser.add_argument("--json", action="store_true", help="as JSON")
     parser.set_defaults(command=run_explain)
 
@@ -142,6 +143,8 @@ def _explained(options: argparse.Namespace) -> Diagnosis:
     from .replay.diagnosis import diagnose, without_replay
     from .replay.session import open_session
 
+    if options.no_replay:
+        return without_replay(open_dump(options.dump), None, "--no-replay")
     try:
         session = open_session(options.dump, options.rank, options.recipe, options.device)
         outcome = session.plain()

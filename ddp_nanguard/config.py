@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import json
 import math
 import os
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
@@ -68,6 +70,8 @@ class GuardConfig:
     """Keep the contents of batches out of dumps: shapes and dtypes only. Such a dump cannot be replayed."""
     keep_previous: bool = False
     """Keep all that an update changes from before it, so that a bad update can be undone and replayed."""
+    rerun: bool = False
+    """Run the step of a fault once more before the dump, and say whether it is the same; needs ``replay=``."""
     first_step: int = 0
     """Number of the first step; a resumed run gives its global step."""
 
@@ -80,7 +84,7 @@ class GuardConfig:
         Raises:
             ValueError: an unknown option or a value that does not fit, naming the option, the value and the valid ones.
         """
-        environ = os.environ if environ is None else environ
+        environ = _environment() if environ is None else environ
         known = {field.name for field in dataclasses.fields(cls)}
         for name in options:
             if name not in known:
@@ -127,7 +131,24 @@ RESERVED_ENVIRONMENT = frozenset({ENV_INJECT})
 
 def injection_text() -> str | None:
     """What ``NANGUARD_INJECT`` says, None where it is not set or empty; `ddp_nanguard.testing` reads it."""
-    return os.environ.get(ENV_INJECT) or None
+    return _environment().get(ENV_INJECT) or None
+
+
+_is_ignored = contextvars.ContextVar("is_ignored", default=False)
+
+
+@contextlib.contextmanager
+def environment_ignored() -> Iterator[None]:
+    """Options are those in the code alone: a replay is not to dump, skip or plant as the job around it does."""
+    token = _is_ignored.set(True)
+    try:
+        yield
+    finally:
+        _is_ignored.reset(token)
+
+
+def _environment() -> Mapping[str, str]:
+    return {} if _is_ignored.get() else os.environ
 
 
 def _annotation(cls: type, name: str) -> Any:

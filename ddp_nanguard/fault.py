@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from . import testing
-from .blame import Damage, Finding, Habit, LossNote, RankedSite, StepView, habits, local_sites
+from .blame import Damage, Finding, Habit, LossNote, RankedSite, StepView, TracedSighting, habits, local_sites
 from .board import Reading, Region, is_clean
 from .parts import Parts
 from .probes.backward import GradientHook
@@ -44,7 +44,9 @@ def look(parts: Parts) -> LocalView:
     """Rescan this rank. Host sync: many."""
     if parts.device.type == "cuda":
         torch.cuda.synchronize(parts.device)  # batches on their way to the host must have arrived
+    parts.settle_regions()
     readings = parts.board.readings()
+    parts.forward.traced_layers = _traced(readings)
     seen = [r for r in readings if isinstance(r.note, GradientNote) and not is_clean(r)]
     return LocalView(
         readings=readings,
@@ -117,6 +119,23 @@ def unchecked(parts: Parts) -> list[str]:
     watched = set(parts.config.watch)
     found += [f"phase {phase} (not watched)" for phase in Phase if str(phase) not in watched]
     return found
+
+
+def traced_layers(parts: Parts) -> set[str]:
+    """Layers whose hooks in compiled code have run in the open window. Host sync: one per page of slots."""
+    return _traced(parts.board.readings())
+
+
+def _traced(readings: list[Reading]) -> set[str]:
+    return {r.note.call.layer for r in readings if isinstance(r.note, TracedSighting)}
+
+
+def unheard(layers: list[str]) -> str:
+    """What is said of modules in compiled code whose hooks do not run."""
+    return (
+        f"no hook runs in {_modules(layers)} of compiled code ({_shown(layers)}): either it was compiled before the "
+        "guard was made (make the guard before the first call), or not called; a fault in there is not put down to a layer"
+    )
 
 
 def _with_more(cause: str, known: str) -> str:

@@ -48,6 +48,7 @@ def checked(
         ValueError: names the option, the value and the remedy.
     """
     config = GuardConfig.from_code_and_environment(options)
+    _require_recipe(config, replay)
     wrapper = wrapper_of(model)
     _require_eager_autograd(wrapper)
     _require_materialised(model)
@@ -58,6 +59,14 @@ def checked(
         _require_fitting_optimizer(each, wrapper)
     fitting = require_fitting_scaler(scaler, wrapper.kind) if config.enabled else None
     return Given(config, wrapper, optimizers, fitting, _recipe_directory(replay))
+
+
+def _require_recipe(config: GuardConfig, replay: str | None) -> None:
+    if config.rerun and replay is None:
+        raise ValueError(
+            f"option rerun={config.rerun!r} runs the recipe's step, and there is no recipe; "
+            'give replay="module:function" too, or rerun=False'
+        )
 
 
 def _require_eager_autograd(wrapper: Wrapper) -> None:

@@ -22,8 +22,19 @@ from .blame import LossNote
 from .board import Region
 from .ending import Distress, leave, unwatch_exit, watch_exit
 from .errors import NonFiniteError
-from .loop import AfterStepHook, BeforeStepHook, CountHook, EntryHook, Steps, named_losses
+from .loop import (
+    AfterStepHook,
+    BeforeStepHook,
+    CountHook,
+    EntryHook,
+    ExitHook,
+    Steps,
+    UncompiledEntryHook,
+    UncompiledExitHook,
+    named_losses,
+)
 from .message import log_line
+from .fault import traced_layers, unheard
 from .parts import build_parts
 from .policy import FaultPolicy
 from .verdict import Severities, Severity
@@ -77,10 +88,12 @@ class NanGuard:
         self._go_on = True
         self._error: NonFiniteError | None = None
         self._first_window = True
+        self._regions_checked = False
         self._batch: Any = None
         self._has_batch = False
         self._last_update_judged = True
         self._handles: list[Any] = []
+        self._around: list[Any] = []
         if parts.config.enabled:
             self._attach()
         else:  # a loop may end by guard.step
@@ -91,8 +104,8 @@ class NanGuard:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model. Without grad mode the hooks come off first, so that no layer chooses another kernel."""
-        if not torch.is_grad_enabled() and not self._closed:
-            self._parts.disarm()
+        if not self._closed:
+            self._before_call()
         return self._model()(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -162,12 +175,27 @@ class NanGuard:
 
     def _begin_micro_batch(self, batch: Any) -> Any:
         """1. The loader has produced an item. The same, unless a fault is planted in it (`testing`)."""
+        self._follow_compilation()
         self._batch, self._has_batch = testing.spoilt_batch(self, self._parts, batch), True
         self._open_micro_batch(self._batch)
         return self._batch
 
+    def _before_call(self) -> None:
+        self._follow_compilation()
+        if not torch.is_grad_enabled():
+            self._parts.disarm()
+
+    def _follow_compilation(self) -> None:
+        """The model may be compiled between the making of the guard and the first step."""
+        if self._first_window:
+            before = self._parts.compiled
+            self._parts.follow_compilation()
+            if before != self._parts.compiled:
+                self._hook_model()
+
     def _open_micro_batch(self, batch: Any) -> None:
         parts = self._parts
+        parts.settle_regions()
         micro_batch = parts.window.begin_micro_batch(batch)
         parts.forward.begin_micro_batch(micro_batch.index)
         is_only = micro_batch.index == 0 or parts.backward.ran
@@ -177,6 +205,7 @@ class NanGuard:
     def _before_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """2. The model is called: the first call looks at all state, before anything is changed."""
         parts = self._parts
+        self._follow_compilation()
         if not torch.is_grad_enabled():
             parts.disarm()
             return
@@ -190,7 +219,7 @@ class NanGuard:
         parts.backward.reset()
         if self._needs_micro_batch():
             self._open_micro_batch(self._batch if self._has_batch else {"args": args, "kwargs": kwargs})
-        if parts.is_compiled:  # the root's own hook does not fire inside a compiled region
+        if parts.root_is_traced:
             parts.window.keep_buffers(parts.named_buffers())
         if self._first_window:
             self._first_window = False
@@ -198,6 +227,12 @@ class NanGuard:
         parts.see_doomed_buffers()
         if root_hook_missed:  # hooks put on a module from one of its own hooks begin with its next call
             parts.forward.before("", args, kwargs)
+
+    def _after_model(self, output: Any) -> None:
+        """The output of a root that runs inside compiled code is looked at here."""
+        parts = self._parts
+        if parts.root_is_traced and torch.is_grad_enabled() and {"forward", "backward"} & set(self._config.watch):
+            parts.forward.see_root_output(output)
 
     def _needs_micro_batch(self) -> bool:
         parts = self._parts
@@ -264,6 +299,7 @@ class NanGuard:
         if severity_of_all is Severity.CLEAN and not (is_step or any_backward):
             return True
         self._judged, self._has_verdict, self._error = set(), True, None
+        self._check_regions()
         try:
             self._go_on = self._policy.go_on(severity_of_all, self._step)
         except NonFiniteError as error:
@@ -275,10 +311,21 @@ class NanGuard:
         self._step += 1
         return self._go_on
 
+    def _check_regions(self) -> None:
+        """Once: did the hooks in compiled code run? Host sync: one per page of slots, in the first step alone."""
+        regions = self._parts.forward.regions
+        if regions is None or self._regions_checked:
+            return
+        self._regions_checked = True
+        silent = sorted(set(regions.layers) - traced_layers(self._parts) - self._parts.forward.without_forward)
+        if silent:
+            _log.warning("%s", unheard(silent))
+
     def _after_update(self, optimizer: torch.optim.Optimizer) -> None:
         """8. The weights have changed; what they are now rides with the next verdict."""
         if self._go_on and "optimizer" in self._config.watch:
-            self._parts.state.see_update(optimizer)
+            with torch.no_grad():
+                self._parts.state.see_update(optimizer)
             self._last_update_judged = False
 
     def _close_window(self) -> None:
@@ -315,7 +362,8 @@ class NanGuard:
         parts.backward.on_end = self._after_backward
         parts.forward.on_root = self._before_root
         parts.forward.on_idle = parts.disarm
-        self._handles.append(parts.wrapper.model.register_forward_pre_hook(EntryHook(self), with_kwargs=True))
+        parts.follow_compilation()
+        self._hook_model()
         parts.arm()  # after the entry hook, which on a plain module has to run before the root's own
         for optimizer in parts.optimizers:
             self._handles.append(optimizer.register_step_pre_hook(BeforeStepHook(self)))
@@ -328,12 +376,24 @@ class NanGuard:
             else None
         )
 
+    def _hook_model(self) -> None:
+        """Hooks around the whole model; the first of them runs before those of its modules."""
+        for handle in self._around:
+            handle.remove()
+        model = self._parts.wrapper.model
+        is_compiled = getattr(model, "_compiled_call_impl", None) is not None
+        entry, leaving = (UncompiledEntryHook, UncompiledExitHook) if is_compiled else (EntryHook, ExitHook)
+        come_late = self._parts.armed
+        self._around = [model.register_forward_pre_hook(entry(self), with_kwargs=True, prepend=come_late)]
+        if self._parts.root_is_traced:
+            self._around.append(model.register_forward_hook(leaving(self)))
+
     def _unhook(self) -> None:
         """The model, the optimizers and the scaler as they were."""
         self._closed = True
-        for handle in self._handles:
+        for handle in (*self._handles, *self._around):
             handle.remove()
-        self._handles = []
+        self._handles, self._around = [], []
         self._parts.unhook()
 
     def _detach(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from .hooks import Hook
 from .probes.calls import in_backward
@@ -28,6 +29,8 @@ class Guard(Protocol):
     def _begin_micro_batch(self, batch: Any) -> Any: ...
 
     def _before_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
+
+    def _after_model(self, output: Any) -> None: ...
 
     def _before_update(self, optimizer: torch.optim.Optimizer) -> bool: ...
 
@@ -76,6 +79,30 @@ class EntryHook(Hook):
         guard = self.target()
         if guard is not None and not torch.compiler.is_compiling():
             guard._before_model(args, kwargs)
+
+
+class UncompiledEntryHook(EntryHook):
+    """Of a model whose own call is compiled: it is not to be compiled by itself."""
+
+    __slots__ = ()
+    __call__ = _disable_dynamo(EntryHook.__call__)
+
+
+class ExitHook(Hook):
+    """After the model, wrapper included."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """The model has been called."""
+        guard = self.target()
+        if guard is not None and not torch.compiler.is_compiling():
+            guard._after_model(output)
+
+
+class UncompiledExitHook(ExitHook):
+    """See `UncompiledEntryHook`."""
+
+    __slots__ = ()
+    __call__ = _disable_dynamo(ExitHook.__call__)
 
 
 class BeforeStepHook(Hook):

@@ -70,7 +70,8 @@ def seen(site: Site) -> str:
             return f"{site.slot} of {_call_text(site)} is {kind}"
         case Phase.BACKWARD if site.slot == "grad":
             place = "in the code of" if site.between is not None or site.suspects else "at"
-            ends = f", before {layer_text(site.between.before)}" if site.between is not None else ""
+            before = site.between.before if site.between is not None else None
+            ends = f", before {layer_text(before)}" if before is not None else ""
             return f"gradient {place} {_call_text(site)}{ends} is {kind}"
         case Phase.BACKWARD | Phase.REDUCE:
             return f"gradient of {site.slot} is {kind}"
@@ -100,9 +101,9 @@ def _between_text(site: Site) -> str:
     start, end = ("its end", "its start") if site.phase is Phase.BACKWARD else ("its start", "its end")
     after = start if place.after is None or place.after == place.layer else layer_text(place.after)
     before = end if place.before is None or place.before == place.layer else layer_text(place.before)
-    ends = f"between {after} and {before}"
+    ends = "" if place.after is None and place.before is None else f", between {after} and {before}"
     thing = "gradient" if site.phase is Phase.BACKWARD else "value"
-    return f"{code}, {ends}: a {kind} {thing} that no watched layer made"
+    return f"{code}{ends}: a {kind} {thing} that no watched layer made"
 
 
 def error_text(report: FaultReport, can_replay: bool = True) -> str:
@@ -113,6 +114,8 @@ def error_text(report: FaultReport, can_replay: bool = True) -> str:
     if report.cause and report.cause != "unknown":
         lines.append(f"  cause:    {report.cause}")
     lines.append(f"  state:    {_state_text(report)}")
+    if report.rerun is not None:
+        lines.append(f"  rerun:    {report.rerun.text}")
     lines += [f"  note:     {note}" for note in report.notes]
     if report.dump_path:
         lines.append(f"  next:     {_next_text(report, can_replay)}")

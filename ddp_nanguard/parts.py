@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .blame import Habit
+from .blame import Habit, resolved
 from .board import Board
 from .config import GuardConfig
 from .given import Given, checked, guarded, require_fitting_group
@@ -25,7 +25,7 @@ from .scaler import BeforeStep, WatchedScaler
 from .testing import Plan, compared, planned
 from .verdict import Peers
 from .window import Previous, Window
-from .wrappers import GradientWatch, Wrapper, is_compiled
+from .wrappers import GradientWatch, Wrapper, compiled_modules
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Parts:
     let_through: int | None = None
     reduced_in: set[int] = field(default_factory=set)
     injection: Plan | None = None
-    is_compiled: bool = False
+    compiled: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
     armed: bool = False
     saw_initial_buffers: bool = False
 
@@ -81,10 +81,31 @@ class Parts:
 
     def sharers_of(self, name: str, calls: list[Call]) -> list[str]:
         """The layers that hold a parameter, the one that names it first, and those that took it as an argument."""
-        others = [alias for alias, kept in self.wrapper.aliases().items() if kept == name]
+        aliases = [alias for alias, kept in self.wrapper.aliases().items() if kept == name]
+        # a module that is registered twice is one layer: its second name is no module's
+        others = [alias for alias in aliases if self.wrapper.owner_of(alias) in self.module_names]
         parameter = dict(self.wrapper.named_parameters()).get(name)
         takers = [call.layer for call in calls for taken in call.inputs if taken.ref() is parameter is not None]
         return list(dict.fromkeys([*(self.owner_of(each) for each in (name, *others)), *takers]))
+
+    # -- compiled code -----------------------------------------------------------------------------------------------
+
+    @property
+    def root_is_traced(self) -> bool:
+        """Whether the root runs inside compiled code, where its own hooks do not run."""
+        return "" in self.compiled[0]
+
+    def follow_compilation(self) -> None:
+        """Put traceable hooks on what has been compiled. To be called until the first forward, which fixes them."""
+        found = compiled_modules(self.wrapper.model)
+        if found != self.compiled:
+            self.compiled = found
+            self.forward.trace(*found, self.device)
+
+    def settle_regions(self) -> None:
+        """What compiled code has left since the micro-batch began goes to the board."""
+        if self.window.micro_batches:
+            self.forward.settle()
 
     # -- probes on and off ---------------------------------------------------------------------------------------------
 
@@ -125,6 +146,7 @@ class Parts:
 
     def see_before_verdict(self, step: int) -> None:
         """Once per window: gradients that no hook has covered, buffers, now and then optimizer state."""
+        self.settle_regions()
         watch = self.config.watch
         if "backward" in watch or "reduce" in watch:
             self.gradient.see_uncovered()
@@ -152,6 +174,7 @@ class Parts:
     def unhook(self) -> None:
         """Nothing of the guard is left on the model and the scaler."""
         self.disarm()
+        self.forward.close()
         if self.local_gradients is not None:
             self.local_gradients.remove()
         self.backward.close()
@@ -236,6 +259,7 @@ def _composed(
     modules = wrapper.named_modules()
     named_buffers = _buffer_reader(wrapper)
     board = Board(config.history)
+    board.resolve = resolved
     backward = BackwardProbe(board, probes_activations="backward" in config.watch)
 
     def ignored(name: str) -> bool:
@@ -264,7 +288,6 @@ def _composed(
         recipe_directory=given.recipe_directory,
         device=device,
         module_names=frozenset(name for name, _ in modules),
-        is_compiled=any(_is_compiled(module) for module in wrapper.model.modules()),
         named_buffers=named_buffers,
     )
 
@@ -283,10 +306,6 @@ def _warn_of_small_eps(optimizers: list[torch.optim.Optimizer]) -> None:
                     eps,
                     half[0].dtype,
                 )
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return is_compiled(module) or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _unarmed(wrapper: Wrapper, gradient: GradientProbe) -> GradientWatch:

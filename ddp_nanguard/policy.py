@@ -18,6 +18,7 @@ from .message import error_text, log_line
 from .parts import Parts
 from .probes.gradient import GradientNote
 from .record import Moment, before_update, dump_request, present
+from .rerun import rerun_in_place
 from .site import FaultReport, Phase
 from .verdict import NORM_OVERFLOWS_AT, Severity
 
@@ -245,18 +246,22 @@ class FaultPolicy:
         return replace(report, state=(), notes=(*report.notes, note))
 
     def _dumped(self, report: FaultReport, view: LocalView, moment: Moment) -> FaultReport:
-        if self.parts.config.dump_dir is None:
+        parts = self.parts
+        runs_again = parts.config.rerun and not parts.peers.lost
+        if parts.config.dump_dir is None and not runs_again:
             return report
-        group = None if self.parts.peers.lost else self.parts.peers.fault_group
-        result = write_dump(dump_request(self.parts, report, view, moment, group))
+        group = None if parts.peers.lost else parts.peers.fault_group
+        request = dump_request(parts, report, view, moment, group)
+        if runs_again:
+            request = rerun_in_place(parts, request, moment.window)
+            report = request.report
+        result = write_dump(request)
         notes = [f"dump: {problem}" for problem in result.problems]
         if result.replicas_disagree:
             notes.append(f"replicas disagree: {', '.join(result.replicas_disagree[:4])}")
         for note in notes:
             _log.error("%s", note)
-        return replace(
-            report, dump_path=_as_given(result.path, self.parts.config.dump_dir), notes=(*report.notes, *notes)
-        )
+        return replace(report, dump_path=_as_given(result.path, parts.config.dump_dir), notes=(*report.notes, *notes))
 
     # -- without peers -----------------------------------------------------------------------------------------------
 
@@ -287,9 +292,9 @@ class FaultPolicy:
             return self.dump_alone(step, f"ended with a peer: {text}") is not None
 
 
-def _as_given(path: str | None, dump_dir: str) -> str | None:
+def _as_given(path: str | None, dump_dir: str | None) -> str | None:
     """The dump's path as the user wrote dump_dir, so that the text is the same on ranks that run elsewhere."""
-    return None if path is None else os.path.join(dump_dir, os.path.basename(path))
+    return None if path is None or dump_dir is None else os.path.join(dump_dir, os.path.basename(path))
 
 
 def _remark_on(reading: Reading, norm_limit: float | None) -> str | None:

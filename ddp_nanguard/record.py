@@ -121,20 +121,23 @@ def _state(parts: Parts) -> tuple[list[Piece], dict[str, Tensor]]:
     pieces: list[Piece] = []
     special: dict[str, Tensor] = {}
     if parts.config.dump_weights:
-        for name, parameter in parts.wrapper.named_parameters():
-            _add(
-                pieces,
-                special,
-                f"model.{name}",
-                parameter,
-                partial(parts.wrapper.pieces, "model.", name, parameter, parameter),
-            )
+        pieces, special = weights(parts)
     if parts.config.dump_optimizer:
         for index, optimizer in enumerate(parts.optimizers):
             for name, parameter in parts.state.named_parameters_of(optimizer):
                 for key, value in optimizer.state.get(parameter, {}).items():
                     if isinstance(value, Tensor):
                         _add_state(parts, pieces, special, f"optim.{index}.", name, f".{key}", parameter, value)
+    return pieces, special
+
+
+def weights(parts: Parts) -> tuple[list[Piece], dict[str, Tensor]]:
+    """This rank's parts of the weights, and by name those tensors that cannot be cut."""
+    pieces: list[Piece] = []
+    special: dict[str, Tensor] = {}
+    for name, parameter in parts.wrapper.named_parameters():
+        cut = partial(parts.wrapper.pieces, "model.", name, parameter, parameter)
+        _add(pieces, special, f"model.{name}", parameter, cut)
     return pieces, special
 
 
@@ -227,13 +230,14 @@ def _evidence(parts: Parts, view: LocalView, report: FaultReport, moment: Moment
         "unchecked": unchecked(parts),
         "injected": testing.recorded(parts),
         "host": socket.gethostname(),
-        "device": _device_text(device),
+        "device": device_text(device),
         "dtypes": {name: _dtype(parameter.dtype) for name, parameter in parts.wrapper.named_parameters()},
         "scaler": json_safe(parts.scaler.state()) if parts.scaler is not None else None,
     }
 
 
-def _device_text(device: torch.device) -> dict[str, Any]:
+def device_text(device: torch.device) -> dict[str, Any]:
+    """Type, and of a GPU its index, name and uuid."""
     if device.type != "cuda":
         return {"type": device.type}
     properties = torch.cuda.get_device_properties(device)

@@ -32,6 +32,7 @@ def report_text(report: FaultReport, manifest: Mapping[str, Any] | None = None, 
     lines += _row("evidence", _evidence(report.origin))
     lines += _row("cause", report.cause if report.cause != "unknown" else "")
     lines += _row("state", _state(report))
+    lines += _row("rerun", report.rerun.text if report.rerun is not None else "")
     lines += _row("ranks", _ranks(report))
     for site in _other_sites(report):
         lines += _row("also seen", site)

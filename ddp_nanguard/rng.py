@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,6 +80,16 @@ def restore(state: RandomState, generators: Generators | None = None, device: to
             (generators or {}).get(name), saved
         )
     return [f"{name}: {reason}" for name, stream in streams.items() if (reason := _failure_of(stream))]
+
+
+@contextlib.contextmanager
+def kept(device: torch.device | None = None, generators: Generators | None = None) -> Iterator[None]:
+    """Afterwards the random states are as they were before."""
+    before = capture(device, generators)
+    try:
+        yield
+    finally:
+        restore(before, generators, device)
 
 
 def _failure_of(stream: Callable[[], None]) -> str | None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from .site import Evidence
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _REDUCIBLE = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 _UPCAST = frozenset(
     getattr(torch, name)
@@ -32,9 +33,9 @@ def is_plain(tensor: Tensor) -> bool:
         type(tensor) in _PLAIN_TYPES
         and tensor.dtype in _REDUCIBLE
         and tensor.layout is torch.strided
-        and tensor.device.type != "meta"
+        and not tensor.is_meta
         and tensor.numel() > 0
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not _is_functorch_wrapped(tensor)
     )
 
 

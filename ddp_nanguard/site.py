@@ -147,6 +147,32 @@ class Site:
 
 
 @dataclass(frozen=True)
+class SecondRun:
+    """What came of running the step once more in place (option ``rerun``), the same on every rank.
+
+    Attributes:
+        outcome: the worst of ``finite``, ``elsewhere``, ``failed`` and ``same`` over the ranks, or ``not_run``.
+        ranks: outcome -> (number of ranks, the first of them), at most `MAX_RANKS_LISTED`; empty for ``not_run``.
+        text: one sentence.
+    """
+
+    outcome: str
+    ranks: dict[str, tuple[int, tuple[int, ...]]]
+    text: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready data."""
+        ranks = {outcome: {"count": count, "first": list(first)} for outcome, (count, first) in self.ranks.items()}
+        return {"outcome": self.outcome, "ranks": ranks, "text": self.text}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> SecondRun:
+        """The inverse of `to_dict`."""
+        ranks = {outcome: (each["count"], tuple(each["first"])) for outcome, each in data["ranks"].items()}
+        return cls(data["outcome"], ranks, data["text"])
+
+
+@dataclass(frozen=True)
 class FaultReport:
     """Everything that is said about one fault: `to_dict`, ``show --json`` and ``manifest.json`` agree on it.
 
@@ -163,6 +189,7 @@ class FaultReport:
         unchecked: what was not looked at, in words.
         is_own_view: peers did not answer: all of this is what one rank saw.
         notes: further remarks, such as "replicas disagree".
+        rerun: what came of the option ``rerun``; None without it.
         dump_path: the dump's directory, or None.
     """
 
@@ -180,6 +207,7 @@ class FaultReport:
     is_own_view: bool = False
     notes: tuple[str, ...] = ()
     dump_path: str | None = None
+    rerun: SecondRun | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready data; non-finite numbers are strings."""
@@ -199,6 +227,7 @@ class FaultReport:
             "unchecked": list(self.unchecked),
             "is_own_view": self.is_own_view,
             "notes": list(self.notes),
+            "rerun": self.rerun.to_dict() if self.rerun else None,
             "dump_path": self.dump_path,
         }
 
@@ -220,6 +249,7 @@ class FaultReport:
             is_own_view=data.get("is_own_view", False),
             notes=tuple(data["notes"]),
             dump_path=data["dump_path"],
+            rerun=SecondRun.from_dict(data["rerun"]) if data.get("rerun") else None,
         )
 
 

@@ -205,7 +205,7 @@ def planned(wrapper: Wrapper, peers: Peers) -> Plan | None:
     peers.require_no_problem(problem)
     assert plan is not None
     here = plan.rank == peers.rank
-    return Plan(**json.loads(peers._text_of(here, json.dumps(dataclasses.asdict(plan)))))
+    return Plan(**json.loads(peers.text_of(here, json.dumps(dataclasses.asdict(plan)))))
 
 
 def begin(guard: NanGuard, parts: Parts) -> list[Injection]:

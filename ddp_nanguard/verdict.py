@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .blame import RankedSite
-from .board import Board, Region
+from .board import ONE_SIDED, Board, Page, Region
 from .site import MAX_RANKS_LISTED, MAX_SITES, Site
 
 NORM_OVERFLOWS_AT = 1.8e19
@@ -89,7 +89,7 @@ class Peers:
         self.guard_number = 0
         self.fault_group: dist.ProcessGroup | None = None
         if self.connected:
-            self.fault_group = _fault_group(tuple(self.ranks))
+            self.fault_group = fault_group_of(tuple(self.ranks))
             self.guard_number = _guards_made[tuple(self.ranks)] = _guards_made.get(tuple(self.ranks), 0) + 1
             self.bound_waiting(_CONSTRUCTION_TIMEOUT_S)
 
@@ -149,7 +149,7 @@ class Peers:
         damaged = self._earliest(names, _NAME_BYTES)
         remarks = [(order << 20 | self.index, text) for order, text in enumerate(fault.unchecked[:MAX_SITES])]
         unchecked = self._earliest(remarks, _SITE_BYTES)
-        holders, affected = self._ranks_where(fault.holds_reduced, any(not ranked.weak for ranked in fault.sites))
+        holders, affected = self.ranks_where(fault.holds_reduced, any(not ranked.weak for ranked in fault.sites))
         return SharedFault(
             sites=tuple(site for site in sites if site is not None),
             damaged=tuple(dict.fromkeys(damaged)),
@@ -184,7 +184,8 @@ class Peers:
             dist.all_reduce(word, op=dist.ReduceOp.MIN, group=self.fault_group)
         return int(word)
 
-    def _ranks_where(self, *flags: bool) -> list[list[int]]:
+    def ranks_where(self, *flags: bool) -> list[list[int]]:
+        """Per flag, the ranks that raise it. Collective: one SUM all-reduce of a byte per flag and rank."""
         marks = torch.zeros(len(flags), self.world_size, dtype=torch.uint8, device="cpu")
         marks[:, self.index] = torch.tensor(flags, dtype=torch.uint8, device="cpu")
         if self.fault_group is not None:
@@ -201,11 +202,20 @@ class Peers:
 
         Collective: one MIN all-reduce, and one SUM all-reduce of 8 KiB if there is a problem, on the fault group.
         """
+        found = self.first_problem(problem)
+        if found is not None:
+            raise ValueError(found)
+
+    def first_problem(self, problem: str | None) -> str | None:
+        """The text of the first rank that has a problem, with its number; the same on every rank, None where none has.
+
+        Collective: as `require_no_problem`.
+        """
         culprit = self._min(self.index if problem is not None else _NO_KEY)
         if culprit == _NO_KEY:
-            return
-        text = self._text_of(culprit == self.index, problem or "")
-        raise ValueError(text if self.world_size == 1 else f"rank {self.ranks[culprit]}: {text}")
+            return None
+        text = self.text_of(culprit == self.index, problem or "")
+        return text if self.world_size == 1 else f"rank {self.ranks[culprit]}: {text}"
 
     def require_equal_options(self, options: dict[str, object]) -> None:
         """Every rank must have the same options.
@@ -217,15 +227,16 @@ class Peers:
         """
         if self.fault_group is None:
             return
-        first = json.loads(self._text_of(self.index == 0, json.dumps(options, sort_keys=True)))
+        first = json.loads(self.text_of(self.index == 0, json.dumps(options, sort_keys=True)))
         difference = _first_difference(first, json.loads(json.dumps(options, sort_keys=True)))
         culprit = self._min(self.index if difference else _NO_KEY)
         if culprit == _NO_KEY:
             return
-        text = self._text_of(self.index == culprit, difference or "")
+        text = self.text_of(self.index == culprit, difference or "")
         raise ValueError(f"ranks disagree about an option: rank {self.ranks[0]} and rank {self.ranks[culprit]}: {text}")
 
-    def _text_of(self, is_mine: bool, text: str) -> str:
+    def text_of(self, is_mine: bool, text: str) -> str:
+        """The text of the one rank that says ``is_mine``. Collective: one SUM all-reduce of 8 KiB (fault group)."""
         row = torch.zeros(_OPTION_BYTES, dtype=torch.uint8, device="cpu")
         if is_mine:
             encoded = text.encode()[:_OPTION_BYTES]
@@ -253,7 +264,7 @@ _guards_made: dict[tuple[int, ...], int] = {}
 _groups: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 
-def _fault_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+def fault_group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     """One gloo group per set of ranks and life of the default group.
 
     A group that only its members create is named after its ranks: made a second time it would meet the first one's
@@ -312,10 +323,7 @@ class Severities:
         self._board = board
         self._device = device
         self._has_scaler = has_scaler
-        unread = {Region.EVIDENCE} if has_scaler else {Region.EVIDENCE, Region.OUTPUT}
-        self._regions = frozenset(Region) - unread
-        self._levels: dict[tuple[Region, ...], Tensor] = {}
-        self._limits: dict[tuple[Region, ...], Tensor] = {}
+        self._scales: dict[Page, _Scale] = {}
 
     def severity(self, at_least: Severity) -> Tensor:
         """int64, shape ().
@@ -323,47 +331,107 @@ class Severities:
         Args:
             at_least: what the host knows already, such as a NaN learning rate.
         """
-        regions, rows = self._board.extremes(self._regions, self._device)
-        floor = torch.full((), int(at_least), dtype=torch.int64, device=self._device)
-        if not rows:
-            return floor
-        bad = (torch.stack(rows).abs() < self._limit(tuple(regions)).unsqueeze(1)).all(dim=1).logical_not()
-        severity = torch.maximum((bad * self._level(tuple(regions))).amax(), floor)
-        if Region.GRADIENT in regions:
-            large = torch.stack([row for region, row in zip(regions, rows, strict=True) if region is Region.GRADIENT])
-            severity = torch.maximum(severity, (large.abs() > NORM_OVERFLOWS_AT).any() * int(Severity.REMARK))
+        judged = [found for page in self._board.pages() if (found := self._scale(page).judge(page)) is not None]
+        if not judged:
+            return torch.full((), int(at_least), dtype=torch.int64, device=self._device)
+        severity = _largest([severity.to(self._device) for severity, _ in judged])
         if self._has_scaler:
-            severity = torch.maximum(severity, self._bad_forward(regions, bad) * int(Severity.FAULT))
-        return severity
+            severity = torch.maximum(severity, self._bad_forward([bad for _, bad in judged]))
+        return severity.clamp_min(int(at_least)) if at_least else severity
 
-    def _level(self, regions: tuple[Region, ...]) -> Tensor:
-        levels = self._levels.get(regions)
-        if levels is None:
-            by_region = {
-                Region.LOSS: Severity.FAULT if self._has_scaler else Severity.LOSS,
-                Region.GRADIENT: Severity.OVERFLOW if self._has_scaler else Severity.FAULT,
-                Region.WIDE: Severity.OVERFLOW if self._has_scaler else Severity.FAULT,
-                Region.OUTPUT: Severity.CLEAN,
-                Region.REMARK: Severity.REMARK,
-                Region.NORM: Severity.REMARK,
-            }
-            values = [int(by_region.get(region, Severity.FAULT)) for region in regions]
-            levels = self._levels[regions] = torch.tensor(values, dtype=torch.int64, device=self._device)
-        return levels
+    def _bad_forward(self, bad: list[dict[Region, Tensor]]) -> Tensor:
+        """A fault if a gradient is bad and so is the root's output: no scale can heal that. int64, shape ()."""
+        flags: dict[Region, Tensor] = {}
+        for region in (Region.OUTPUT, Region.GRADIENT):
+            found = [page[region].to(self._device, torch.int64) for page in bad if region in page]
+            flags[region] = _largest(found) if found else torch.zeros((), dtype=torch.int64, device=self._device)
+        return flags[Region.OUTPUT] * flags[Region.GRADIENT] * int(Severity.FAULT)
 
-    def _limit(self, regions: tuple[Region, ...]) -> Tensor:
-        """What counts as bad, per row: everything that is not finite, and too large a norm."""
-        limits = self._limits.get(regions)
-        if limits is None:
-            norm = math.inf if self._norm_limit is None else self._norm_limit
-            values = [norm if region is Region.NORM else math.inf for region in regions]
-            limits = self._limits[regions] = torch.tensor(values, dtype=torch.float64, device=self._device)
-        return limits
+    def _scale(self, page: Page) -> _Scale:
+        scale = self._scales.get(page)
+        if scale is None or scale.layout != page.layout or scale.used < len(page.notes):
+            scale = self._scales[page] = self._made_scale(page)
+        return scale
 
-    def _bad_forward(self, regions: list[Region], bad: Tensor) -> Tensor:
-        """A gradient is bad and so is the root's output: no scale can heal that."""
-        outputs = [bad[i] for i, region in enumerate(regions) if region is Region.OUTPUT]
-        gradients = [bad[i] for i, region in enumerate(regions) if region in (Region.GRADIENT, Region.WIDE)]
-        if not outputs or not gradients:
-            return torch.zeros((), dtype=torch.int64, device=self._device)
-        return (torch.stack(outputs).any() & torch.stack(gradients).any()).to(torch.int64)
+    def _made_scale(self, page: Page) -> _Scale:
+        regions, device = page.regions(), page.values.device
+        remarks = Region.GRADIENT if page.values.dtype is not torch.float64 else None  # a norm in float64 is no worry
+        limits = [[self._limits(region) for region in regions], [(NORM_OVERFLOWS_AT, NORM_OVERFLOWS_AT)] * len(regions)]
+        levels = [
+            [int(self._level(region)) for region in regions],
+            [int(Severity.REMARK if region is remarks else Severity.CLEAN) for region in regions],
+        ]
+        told_apart = (Region.OUTPUT, Region.GRADIENT) if self._has_scaler else ()
+        return _Scale(
+            layout=page.layout,
+            used=len(regions),
+            is_silent=all(region in self._unread() for region in regions),
+            limits=torch.tensor(limits, dtype=torch.float64, device=device),
+            levels=torch.tensor(levels, dtype=torch.int64, device=device).unsqueeze(2),
+            signs=torch.tensor([-1.0, 1.0], device=device),
+            masks={
+                region: torch.tensor([other is region for other in regions], device=device).unsqueeze(1)
+                for region in told_apart
+                if region in regions
+            },
+        )
+
+    def _unread(self) -> set[Region]:
+        return {Region.EVIDENCE} if self._has_scaler else {Region.EVIDENCE, Region.OUTPUT}
+
+    def _limits(self, region: Region) -> tuple[float, float]:
+        """The largest -minimum and the largest maximum that are not bad."""
+        if region is Region.NORM:
+            return math.inf, math.inf if self._norm_limit is None else self._norm_limit
+        largest = torch.finfo(torch.float64).max
+        return (math.inf if region in ONE_SIDED else largest), largest
+
+    def _level(self, region: Region) -> Severity:
+        match region:
+            case Region.LOSS:
+                return Severity.FAULT if self._has_scaler else Severity.LOSS
+            case Region.GRADIENT:
+                return Severity.OVERFLOW if self._has_scaler else Severity.FAULT
+            case Region.EVIDENCE | Region.OUTPUT:
+                return Severity.CLEAN
+            case Region.REMARK | Region.NORM:
+                return Severity.REMARK
+            case _:
+                return Severity.FAULT
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """What the slots of a page are held against; made anew only when the page's layout changes.
+
+    Attributes:
+        layout: of the page.
+        used: number of slots.
+        is_silent: whether no slot says anything to the verdict.
+        limits: float64, shape (2, used, 2): as bad, and as a remark.
+        levels: int64, shape (2, used, 1): severity beyond the limit.
+        signs: of minimum and maximum, so that both are held against an upper limit.
+        masks: bool, shape (used, 1), by region that is told apart.
+    """
+
+    layout: int
+    used: int
+    is_silent: bool
+    limits: Tensor
+    levels: Tensor
+    signs: Tensor
+    masks: dict[Region, Tensor]
+
+    def judge(self, page: Page) -> tuple[Tensor, dict[Region, Tensor]] | None:
+        """Severity of a page, int64, shape (), and whether slots of a region are bad; None where it says nothing."""
+        if self.is_silent:
+            return None
+        used = len(page.notes)
+        within = page.values[:used] * self.signs <= self.limits[:, :used]  # a NaN is not
+        severity = torch.where(within, 0, self.levels[:, :used]).amax()
+        bad = {region: (within[0].logical_not() & mask[:used]).any() for region, mask in self.masks.items()}
+        return severity, bad
+
+
+def _largest(values: list[Tensor]) -> Tensor:
+    return values[0] if len(values) == 1 else torch.stack(values).amax()

@@ -1,12 +1,12 @@
 """A character-level transformer on Python's own source text, sharded by FSDP2, that diverges by its learning rate.
 
-    torchrun --nproc-per-node 2 examples/char_gpt.py --lr 3
-    torchrun --nproc-per-node 2 examples/char_gpt.py --lr 3 --amp
+    torchrun --nproc-per-node 2 examples/char_gpt.py --lr 1
+    torchrun --nproc-per-node 2 examples/char_gpt.py --lr 1 --amp
 
-Nothing is planted: the learning rate is simply too high. Values grow from step to step until one overflows; the guard
-stops every rank before the update, and the history in the dump shows the growth:
+Nothing is planted: the learning rate is ten times too high. Values grow from step to step until one overflows; the
+guard stops every rank before the update. Why, says the history in the dump, without running anything:
 
-    ddp-nanguard explain nan_dumps/step-...
+    ddp-nanguard explain nan_dumps/step-... --no-replay
 
 ``--amp`` trains in float16 autocast with a GradScaler. Everything that concerns the guard is marked with (guard).
 """
@@ -74,9 +74,10 @@ class CharGPT(nn.Module):
         self.head = nn.Linear(WIDTH, 256)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of shape (batch, time, 256)."""
+        """Logits of shape (batch * time, 256)."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
-        return self.head(self.blocks(self.token(tokens) + self.position(places)))  # type: ignore[no-any-return]
+        x = self.blocks(self.token(tokens) + self.position(places))
+        return self.head(x.flatten(0, 1))  # type: ignore[no-any-return]  # modules return Any
 
 
 def train_step(model: Any, batch: dict[str, Tensor]) -> Tensor:
@@ -84,7 +85,7 @@ def train_step(model: Any, batch: dict[str, Tensor]) -> Tensor:
     device_type = batch["tokens"].device.type
     with torch.autocast(device_type, dtype=torch.float16, enabled=USES_AMP):
         logits = model(batch["tokens"][:, :-1])
-    loss = F.cross_entropy(logits.float().flatten(0, 1), batch["tokens"][:, 1:].flatten())
+    loss = F.cross_entropy(logits.float(), batch["tokens"][:, 1:].flatten())
     return loss / NUM_MICRO_BATCHES
 
 

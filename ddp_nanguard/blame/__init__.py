@@ -5,17 +5,29 @@ Per micro-batch, by phase, then by execution order, then by rank. A site is *con
 enclosing module's output is finite in that call. What is non-finite in the same way in clean steps too is *habitual*,
 and -inf alone is what masks are made of: neither comes before any other site.
 
-Read `view` (what blame is read from), then `forward`, `backward` and `state`.
+Read `view` (what blame is read from), then `forward`, `backward`, `state` and `compiled`.
 """
 
 from __future__ import annotations
 
 from .backward import backward_sites
+from .compiled import TracedSighting, resolved
 from .forward import forward_sites, habits, input_sites, loss_sites
 from .state import late_sites, state_sites
 from .view import Damage, Finding, Habit, LossNote, RankedSite, StepView
 
-__all__ = ["Damage", "Finding", "Habit", "LossNote", "RankedSite", "StepView", "habits", "local_sites"]
+__all__ = [
+    "Damage",
+    "Finding",
+    "Habit",
+    "LossNote",
+    "RankedSite",
+    "StepView",
+    "TracedSighting",
+    "habits",
+    "local_sites",
+    "resolved",
+]
 
 
 def local_sites(view: StepView) -> list[RankedSite]:

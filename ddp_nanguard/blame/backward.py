@@ -93,7 +93,7 @@ class _BackwardBlame:
         guilty = self._guilty_consumers(sighting)
         if len(guilty) == 1:
             call = guilty[0]
-            between = Between(call.layer, self._last_clean_layer(), sighting.call.layer) if call.children else None
+            between = self._between(call.layer, sighting) if call.children else None
             return self._site(call.layer, call, "grad", kind, order, between)
         outermost = _outermost_giver(sighting)
         if outermost.parent is None:
@@ -101,9 +101,10 @@ class _BackwardBlame:
             return self._site(outermost.layer, outermost, "grad", kind, order, between)
         parent = outermost.parent
         if guilty:
+            around = _innermost_around(guilty) or parent
             suspects = tuple(dict.fromkeys(call.layer for call in guilty))
-            return replace(self._site(parent.layer, parent, "grad", kind, order, None), suspects=suspects)
-        between = Between(parent.layer, self._last_clean_layer(), sighting.call.layer)
+            return replace(self._site(around.layer, around, "grad", kind, order, None), suspects=suspects)
+        between = self._between(parent.layer, sighting)
         return self._site(parent.layer, parent, "grad", kind, order, between)
 
     def _guilty_consumers(self, sighting: Sighting) -> list[Call]:
@@ -115,6 +116,11 @@ class _BackwardBlame:
     def _got_clean_gradients(self, call: Call, taken: Sighting) -> bool:
         outputs = {id(sighting) for sighting in call.outputs}
         return id(taken) not in outputs and bool(outputs & self._clean) and not outputs & self._bad
+
+    def _between(self, layer: str, sighting: Sighting) -> Between:
+        if not sighting.call.is_ordered:
+            return Between(layer, None, None)
+        return Between(layer, self._last_clean_layer(), sighting.call.layer)
 
     def _last_clean_layer(self) -> str | None:
         for reading in reversed(self._before):
@@ -138,6 +144,12 @@ def _outermost_giver(sighting: Sighting) -> Call:
     while call.parent is not None and _gives(call.parent, sighting):
         call = call.parent
     return call
+
+
+def _innermost_around(calls: list[Call]) -> Call | None:
+    """The innermost call that encloses all of several: its code joins what they did."""
+    around = [{id(ancestor) for ancestor in call.ancestors()} for call in calls[1:]]
+    return next((call for call in calls[0].ancestors() if all(id(call) in ids for ids in around)), None)
 
 
 def _gives(call: Call, sighting: Sighting) -> bool:

@@ -64,7 +64,7 @@ def _forward_site(
             between = Between(None, "batch", call.layer)
         else:
             place = call.parent
-            between = Between(place.layer, _clean_child_before(place, call, kinds), call.layer)
+            between = Between(place.layer, _clean_child_before(place, call, kinds), call.layer if call.is_ordered else None)
     elif call.children and taken in (None, "unchecked"):
         taken = None
         between = Between(call.layer, _clean_child_before(call, None, kinds), None)
@@ -115,6 +115,8 @@ def _merely_took(call: Call, kinds: Kinds, kind: str, weak: set[int]) -> bool:
 
 def _clean_child_before(parent: Call, child: Call | None, kinds: Kinds) -> str | None:
     earlier = parent.children if child is None else parent.children[: parent.children.index(child)]
+    if not all(call.is_ordered for call in (*earlier, *([child] if child is not None else []))):
+        return None
     clean = [call.layer for call in earlier if kinds.was_clean(call)]
     return clean[-1] if clean else None
 

@@ -25,6 +25,9 @@ from ddp_nanguard.errors import DumpError
 from ddp_nanguard.pieces import Piece
 from ddp_nanguard.site import json_safe
 
+from .progress import Tell, untold
+from .threads import NUM_THREADS
+
 PARTIAL = ".partial"
 LOCK_FILE = ".lock"
 MANIFEST = "manifest.json"
@@ -40,7 +43,9 @@ HISTORY = "history.npz"
 
 OFFSETS_KEY = "DCP_SHARDING_INFO"
 COPY_BYTES = 64 * 2**20
-"""The most that is copied to the host at a time, and the size of a file in state/."""
+"""The size of a file in state/."""
+BLOCK_BYTES = COPY_BYTES // NUM_THREADS
+"""The most that one thread copies to the host at a time."""
 DIGEST_BYTES = 16
 
 _STORED_AS = {
@@ -118,10 +123,14 @@ class FileEntry:
 
 
 class _Hashed:
-    """A binary file being written, with the digest and the length of what went in."""
+    """A binary file being written, with the digest and the length of what went in.
 
-    def __init__(self, file: IO[bytes]) -> None:
+    The bytes that are hashed are the bytes that are written, so that nothing need be read back.
+    """
+
+    def __init__(self, file: IO[bytes], tell: Tell) -> None:
         self._file = file
+        self._tell = tell
         self.digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
         self.size_bytes = 0
 
@@ -130,6 +139,7 @@ class _Hashed:
         self._file.write(view)
         self.digest.update(view)
         self.size_bytes += len(view)
+        self._tell(len(view))
         return len(view)
 
     def flush(self) -> None:
@@ -139,12 +149,12 @@ class _Hashed:
         """Likewise; `_write_file` closes."""
 
 
-def _write_file(root: Path, path: str, fill: Callable[[_Hashed], object]) -> FileEntry:
+def _write_file(root: Path, path: str, fill: Callable[[_Hashed], object], tell: Tell = untold) -> FileEntry:
     """Writes, syncs and lists one file; a file that could not be written whole is removed."""
     target = root / path
     try:
         with open(target, "wb") as file:
-            hashed = _Hashed(file)
+            hashed = _Hashed(file, tell)
             fill(hashed)
             file.flush()
             os.fsync(file.fileno())
@@ -168,7 +178,7 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def list_file(root: Path, path: str) -> FileEntry:
+def list_file(root: Path, path: str, tell: Tell = untold) -> FileEntry:
     """The entry of a file that somebody else has written."""
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     size_bytes = 0
@@ -176,6 +186,7 @@ def list_file(root: Path, path: str) -> FileEntry:
         while block := file.read(2**20):
             digest.update(block)
             size_bytes += len(block)
+            tell(len(block))
     return FileEntry(path, size_bytes, digest.hexdigest())
 
 
@@ -315,7 +326,7 @@ def _cut(box: list[slice], itemsize: int, limit_bytes: int) -> Iterator[tuple[sl
         yield from _cut([*box[:dim], part, *box[dim + 1 :]], itemsize, limit_bytes)
 
 
-def host_blocks(tensor: torch.Tensor, limit_bytes: int = COPY_BYTES) -> Iterator[memoryview]:
+def host_blocks(tensor: torch.Tensor, limit_bytes: int = BLOCK_BYTES) -> Iterator[memoryview]:
     """The bytes of a tensor in row-major order, at most ``limit_bytes`` on the host at a time.
 
     Host sync: one blocking copy per block of a device tensor.
@@ -333,6 +344,7 @@ def write_tensors(
     path: str,
     tensors: Mapping[str, torch.Tensor],
     offsets: Mapping[str, tuple[int, ...]] | None = None,
+    tell: Tell = untold,
 ) -> FileEntry:
     """Writes dense tensors, on any device and of any strides, to a safetensors file, block by block.
 
@@ -341,6 +353,7 @@ def write_tensors(
         path: of the file in it.
         tensors: storable ones (see `storable`), by name.
         offsets: where each lies in the tensor it is a part of. [Note: chunk]
+        tell: of what is written.
     """
     # safetensors maps files into memory: the widest first keeps every tensor aligned
     names = sorted(tensors, key=lambda name: -tensors[name].itemsize)
@@ -362,7 +375,7 @@ def write_tensors(
             for block in host_blocks(tensors[name]):
                 file.write(block)
 
-    return _write_file(root, path, fill)
+    return _write_file(root, path, fill, tell)
 
 
 def digest_tensor(tensor: torch.Tensor, size: int) -> bytes:

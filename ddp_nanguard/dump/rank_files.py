@@ -33,6 +33,7 @@ from .format import (
 )
 from .manifest import settings
 from .pack import Packed, pack
+from .progress import Tell, untold
 from .request import DumpRequest
 from .state import chunks_of
 
@@ -102,6 +103,7 @@ class RankFiles:
 
     Attributes:
         entries: what was written, by path within the dump.
+        tell: of the bytes of tensors that are written.
     """
 
     def __init__(self, request: DumpRequest, problems: Problems) -> None:
@@ -109,6 +111,7 @@ class RankFiles:
         self._problems = problems
         self._packed: Packed | None = problems.guard("window not recorded", lambda: pack(_window_of(request)))
         self.entries: dict[str, FileEntry] = {}
+        self.tell: Tell = untold
 
     @property
     def size_bytes(self) -> int:
@@ -137,7 +140,7 @@ class RankFiles:
 
     def _write_window(self, directory: Path, packed: Packed) -> None:
         tensors, structure = f"{WINDOW}.safetensors", f"{WINDOW}.json"
-        if self._write(directory, tensors, lambda: write_tensors(directory, tensors, packed.tensors)):
+        if self._write(directory, tensors, lambda: write_tensors(directory, tensors, packed.tensors, tell=self.tell)):
             self._write(directory, structure, lambda: write_json(directory, structure, packed.structure))
 
     def write_own(self, directory: Path, pieces: Iterable[Piece]) -> None:
@@ -151,7 +154,7 @@ class RankFiles:
             numbers[chunk.name] += 1
             tensors[name], offsets[name] = chunk.tensor, chunk.offsets
         if tensors:
-            self._write(directory, OWN, lambda: write_tensors(directory, OWN, tensors, offsets))
+            self._write(directory, OWN, lambda: write_tensors(directory, OWN, tensors, offsets, self.tell))
 
     def _write(self, directory: Path, name: str, write: Callable[[], FileEntry]) -> bool:
         entry = self._problems.guard(f"{name} not written", write)

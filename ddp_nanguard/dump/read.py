@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,8 @@ from .format import (
 )
 from .manifest import read_plain_state
 from .pack import Types, unpack
+from .progress import Progress, Tell, untold
+from .threads import in_threads
 
 OPEN_FILES = 16
 """Files of tensors that a dump keeps open, since opening one parses its whole header."""
@@ -142,6 +145,8 @@ class Dump:
         self._listings = {rank: self._listing(rank) for rank in self.ranks}
         self._chunks: dict[str, list[_Chunk]] | None = None
         self._own: dict[int, dict[str, list[_Chunk]]] = {}
+        self._described: dict[int, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
+        self._tell: Tell = untold
         self._open = functools.lru_cache(maxsize=OPEN_FILES)(open_tensors)
 
     @property
@@ -170,6 +175,11 @@ class Dump:
         Raises:
             DumpError: names the file.
         """
+        files = list(self._listed_files())
+        with Progress(f"checking {self.path.name}", self.size_bytes) as progress:
+            in_threads(lambda file: _verify_file(*file, progress.tell), files)
+
+    def _listed_files(self) -> Iterator[tuple[Path, dict[str, Any]]]:
         for path in self.paths:
             listed = {entry["path"]: entry for entry in read_json(path, MANIFEST)["files"]}
             for rank in ranks_in(path):
@@ -178,7 +188,7 @@ class Dump:
                 for entry in listed.values():
                     if self._is_of_absent_rank(entry["path"]):
                         continue  # that rank's part was not copied here; who asks for it is told
-                    _verify_file(path, entry)
+                    yield path, entry
 
     def _is_of_absent_rank(self, path: str) -> bool:
         return any(path.startswith(f"{rank_name(rank)}/") for rank in self.missing_ranks)
@@ -259,6 +269,25 @@ class Dump:
 
     # weights and optimizer
 
+    def described(self, rank: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """True shape and dtype of every stored tensor, as a rank has it where ranks differ."""
+        if rank not in self._described:
+            listings = [*self._listings.values(), self._listings[rank]]
+            entries = {name: entry for listing in listings for name, entry in listing["tensors"].items()}
+            self._described[rank] = {n: (tuple(e["true_shape"]), dtype_of(e["dtype"])) for n, e in entries.items()}
+        return self._described[rank]
+
+    @contextlib.contextmanager
+    def telling(self, rank: int, speaks: bool = True) -> Iterator[None]:
+        """A person who waits for `load_state` is told how far it is."""
+        total = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.described(rank).values())
+        with Progress(f"loading {self.path.name}", total, speaks) as progress:
+            self._tell = progress.tell
+            try:
+                yield
+            finally:
+                self._tell = untold
+
     def names(self) -> list[str]:
         """Names of all stored tensors, without aliases."""
         return sorted({name for listing in self._listings.values() for name in listing["tensors"]})
@@ -320,6 +349,7 @@ class Dump:
             if tensor is None:
                 tensor = torch.empty(stored_shape, dtype=part.dtype)
             tensor[chunk.region] = part
+            self._tell(part.nbytes)
         assert tensor is not None
         return restored(tensor, dtype).reshape(entry["true_shape"])
 
@@ -502,13 +532,18 @@ def _same_dump(paths: list[Path], manifests: list[dict[str, Any]]) -> None:
             raise DumpError(f"{path} and {paths[0]} are from different runs; give parts of one dump")
 
 
-def _verify_file(root: Path, entry: dict[str, Any]) -> None:
+def _verify_file(root: Path, entry: dict[str, Any], tell: Tell) -> None:
+    with well_formed(root / MANIFEST):
+        _verify_listed(root, entry, tell)
+
+
+def _verify_listed(root: Path, entry: dict[str, Any], tell: Tell) -> None:
     path = root / entry["path"]
     if root.resolve() not in path.resolve().parents:
         raise DumpError(f"{root / MANIFEST} lists {entry['path']!r}, which is outside the dump; do not use it")
     if not path.is_file():
         raise DumpError(f"{path} is missing: the dump is incomplete; copy it again from where it was written")
-    if list_file(root, entry["path"]).to_dict() != entry:
+    if list_file(root, entry["path"], tell).to_dict() != entry:
         raise DumpError(f"{path} was changed after it was written (checksum); copy it again from where it was written")
 
 

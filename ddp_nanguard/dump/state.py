@@ -1,12 +1,15 @@
-"""The directory ``state/``: weights and optimizer tensors, by torch.distributed.checkpoint's safetensors writer."""
+"""The directory ``state/``: weights and optimizer tensors, planned by torch.distributed.checkpoint.
+
+It decides which rank writes which of the replicated tensors. The files are its own, too, as its safetensors writer
+makes them, but written block by block by several threads: that writer copies each file twice in memory and leaves the
+checksums to be read back.
+"""
 
 from __future__ import annotations
 
-import queue
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +24,9 @@ from torch.futures import Future
 
 from ddp_nanguard.pieces import Piece
 
-from .format import COPY_BYTES, bounded_parts, storable_piece
+from .format import COPY_BYTES, STATE_DIR, FileEntry, bounded_parts, storable_piece, write_tensors
+from .progress import Tell, untold
+from .threads import in_threads
 
 
 def chunks_of(pieces: Iterable[Piece]) -> Iterator[Piece]:
@@ -37,14 +42,17 @@ def chunks_of(pieces: Iterable[Piece]) -> Iterator[Piece]:
             yield Piece(piece.name, piece.tensor[part], piece.stored_shape, offsets, piece.true_shape)
 
 
-def save_state(pieces: Iterable[Piece], path: Path | None, rank: int, group: dist.ProcessGroup | None) -> list[str]:
+def save_state(
+    pieces: Iterable[Piece], dump: Path | None, rank: int, group: dist.ProcessGroup | None, tell: Tell = untold
+) -> list[FileEntry]:
     """Writes the pieces of all ranks; of replicated ones the copy of the lowest rank.
 
     Args:
         pieces: of this rank.
-        path: the directory; None on a rank that can write nothing, which is an error only if it would have to.
+        dump: the dump's directory; None on a rank that can write nothing, which is an error only if it would have to.
         rank: global rank, for the file names.
         group: None for a process without peers.
+        tell: of what this rank writes.
 
     Returns:
         The files that this rank has written.
@@ -55,12 +63,12 @@ def save_state(pieces: Iterable[Piece], path: Path | None, rank: int, group: dis
     Collective: the planning of torch.distributed.checkpoint, by every rank of ``group``: one gather and scatter of the
     plans (some hundred bytes per chunk), one gather of what was written.
     """
-    writer = _BoundedWriter(path, rank)
+    writer = _BoundedWriter(dump, rank, tell)
     with warnings.catch_warnings():
         # torch warns that a save without a process group is one of a single process, which is meant
         warnings.simplefilter("ignore")
         save({}, storage_writer=writer, planner=_PiecePlanner(pieces), process_group=group, no_dist=group is None)
-    return writer.written
+    return writer.entries
 
 
 class _PiecePlanner(DefaultSavePlanner):
@@ -84,9 +92,7 @@ class _PiecePlanner(DefaultSavePlanner):
         return self.global_plan, self.metadata
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        offset = write_item.index.offset
-        assert offset is not None
-        return self._chunks[write_item.index.fqn, tuple(offset)].tensor.contiguous()
+        return self._chunks[write_item.index.fqn, _offset_of(write_item)].tensor
 
 
 def _write_item(chunk: Piece) -> WriteItem:
@@ -97,27 +103,45 @@ def _write_item(chunk: Piece) -> WriteItem:
     return WriteItem(index=MetadataIndex(chunk.name, offsets), type=WriteItemType.SHARD, tensor_data=data)
 
 
-class _BoundedWriter(HuggingFaceStorageWriter):
-    """Torch's writer, given files of bounded size, since it builds each in memory; a file holds each name once."""
+def _offset_of(item: WriteItem) -> tuple[int, ...]:
+    assert item.index.offset is not None
+    return tuple(item.index.offset)
 
-    def __init__(self, path: Path | None, rank: int) -> None:
-        super().__init__(path=str(path), save_distributed=True)
-        self._has_path = path is not None
+
+class _BoundedWriter(HuggingFaceStorageWriter):
+    """Writes files of bounded size, several at a time; a file holds each name once."""
+
+    def __init__(self, dump: Path | None, rank: int, tell: Tell) -> None:
+        super().__init__(path=str(dump / STATE_DIR if dump is not None else None), save_distributed=True)
+        self._dump = dump
         self._rank = rank
-        self.written: list[str] = []
+        self._tell = tell
+        self.entries: list[FileEntry] = []
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return super().prepare_local_plan(plan) if self._has_path else plan
+        return super().prepare_local_plan(plan) if self._dump is not None else plan
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        if plan.items and not self._has_path:
+        if plan.items and self._dump is None:
             raise OSError("this rank has no directory to write to")
-        files: queue.Queue[Any] = queue.Queue()
-        for index, items in enumerate(_bounded_files(plan.items)):
-            name = f"shard-{self._rank:05d}-{index:05d}.safetensors"
-            self.written.append(name)
-            files.put((self.fs.concat_path(self.path, name), name, items))
-        return self._write_data(planner, files)
+        numbered = list(enumerate(_bounded_files(plan.items)))
+        self.entries = in_threads(lambda file: self._write_one(*file, planner), numbered)
+        results: Future[list[WriteResult]] = Future()
+        written = zip(numbered, self.entries, strict=True)
+        results.set_result([_result(item, entry.path) for (_, items), entry in written for item in items])
+        return results
+
+    def _write_one(self, index: int, items: list[WriteItem], planner: SavePlanner) -> FileEntry:
+        assert self._dump is not None
+        assert isinstance(planner, _PiecePlanner)
+        tensors = {item.index.fqn: planner.resolve_data(item) for item in items}
+        offsets = {item.index.fqn: _offset_of(item) for item in items}
+        path = f"{STATE_DIR}/shard-{self._rank:05d}-{index:05d}.safetensors"
+        return write_tensors(self._dump, path, tensors, offsets, self._tell)
+
+
+def _result(item: WriteItem, path: str) -> WriteResult:
+    return WriteResult(item.index, _size_bytes(item), path)
 
 
 def _bounded_files(items: Iterable[WriteItem]) -> list[list[WriteItem]]:

@@ -27,6 +27,7 @@ from .format import (
     MANIFEST,
     STATE_DIR,
     DumpName,
+    FileEntry,
     check_header,
     digest_tensor,
     list_file,
@@ -36,9 +37,11 @@ from .format import (
 )
 from .manifest import Outcome, write_shared_files
 from .peers import Peers, PeersLostError
+from .progress import Progress
 from .rank_files import Problems, RankFiles, reason, tensor_bytes
 from .request import DumpRequest, DumpResult
 from .state import save_state
+from .threads import in_threads
 
 __all__ = ["DumpRequest", "DumpResult", "write_dump"]
 
@@ -95,7 +98,9 @@ class _Together:
         sizes_bytes = self._exchange_sizes(files)
         skip_state = self._lacks_space(sizes_bytes)
         with self.peers.waiting_for(list(sizes_bytes.values()), self.request.config.timeout_s):
-            self._write_files(files, skip_state)
+            with _progress(self.request, sizes_bytes[self.request.rank]) as progress:
+                files.tell = progress.tell
+                self._write_files(files, skip_state)
             return self._finish(self._tell())
 
     def _write_files(self, files: RankFiles, skip_state: bool) -> None:
@@ -197,7 +202,7 @@ class _Together:
         if replicas == 0 or most == 0:
             return set()
         rows = self.problems.guard(
-            "replicas not compared", lambda: [_row(request, i) for i in range(len(request.state))]
+            "replicas not compared", lambda: in_threads(lambda i: _row(request, i), range(len(request.state)))
         )
         table = torch.zeros((request.num_shards, most, ROW_BYTES), dtype=torch.uint8)
         if rows and request.replica_index == 0:
@@ -225,15 +230,15 @@ class _Together:
         if skip or num_pieces == 0:
             self.weights_problem = NO_SPACE if skip else "not asked for"
             return
-        directory = self.path / STATE_DIR if self.path is not None else None
+        written: list[FileEntry] = []
         try:
-            written = save_state(self.request.state, directory, self.request.rank, self.peers.group)
+            written = save_state(self.request.state, self.path, self.request.rank, self.peers.group, files.tell)
         except CheckpointException as error:
-            written = []
             self._state_failed(error, files)
         except RuntimeError as error:
             raise PeersLostError(reason(error)) from error
-        if directory is not None:
+        if self.path is not None:
+            directory = self.path / STATE_DIR
             self.problems.guard("state/ not checked", lambda: self._check_state(directory, written, files))
 
     def _state_failed(self, error: CheckpointException, files: RankFiles) -> None:
@@ -249,15 +254,17 @@ class _Together:
             # what could not be written together each rank writes for itself
             files.write_own(self.path / rank_name(self.request.rank), self.request.state)
 
-    def _check_state(self, directory: Path, written: list[str], files: RankFiles) -> None:
+    def _check_state(self, directory: Path, written: list[FileEntry], files: RankFiles) -> None:
         """Lists this rank's shards that can be reopened and removes the others."""
-        for file in written or [path.name for path in directory.glob(f"shard-{self.request.rank:05d}-*")]:
+        listed = {Path(entry.path).name: entry for entry in written}
+        left = {path.name for path in directory.glob(f"shard-{self.request.rank:05d}-*")}
+        for name in sorted({*listed, *left}):
             try:
-                check_header(directory / file)
-                entry = list_file(directory.parent, f"{STATE_DIR}/{file}")
+                check_header(directory / name)
+                entry = listed.get(name) or list_file(directory.parent, f"{STATE_DIR}/{name}")
                 files.entries[entry.path] = entry
             except (DumpError, OSError) as error:
-                (directory / file).unlink(missing_ok=True)
+                (directory / name).unlink(missing_ok=True)
                 self.weights_problem = self.weights_problem or f"rank {self.request.rank}: {reason(error)}"
         sync_directory(directory)
 
@@ -345,7 +352,11 @@ class _Alone:
         self.root.mkdir(parents=True, exist_ok=True)
         directory = place.join_alone(self.root, request.report.step, request.rank, request.run_id)
         files = RankFiles(request, self.problems)
-        files.write(directory, set() if self._lacks_space(files) else None)
+        lacks_space = self._lacks_space(files)
+        size_bytes = files.size_bytes + (0 if lacks_space else tensor_bytes(piece.tensor for piece in request.state))
+        with _progress(request, size_bytes) as progress:
+            files.tell = progress.tell
+            files.write(directory, set() if lacks_space else None)
         files.write_list(directory)
         directory.rename(directory.parent / rank_name(request.rank))
         sync_directory(directory.parent)
@@ -363,6 +374,12 @@ class _Alone:
             if not (dump / MANIFEST).exists():
                 problems = [f"rank {self.request.rank} wrote alone: {self.why}", *self.problems.lines]
                 write_shared_files(self.request, dump, dump, Outcome(True, self.why, problems, []))
+
+
+def _progress(request: DumpRequest, size_bytes: int) -> Progress:
+    """Rank 0 says how far it is; the others take about as long."""
+    what = "dump" if request.world_size == 1 else "dump, rank 0's part"
+    return Progress(what, size_bytes, speaks=request.rank == 0)
 
 
 def _row(request: DumpRequest, index: int) -> bytes:

@@ -71,16 +71,16 @@ class GradientHook:
     __slots__ = ("probe", "sighting")
     __torch_unserializable__ = True  # saving an activation must not warn about this hook
 
-    def __init__(self, probe: BackwardProbe, sighting: Sighting) -> None:
+    def __init__(self, probe: BackwardProbe | None, sighting: Sighting) -> None:
         self.probe = probe
         self.sighting = sighting
 
     def __call__(self, gradient: Tensor) -> None:
         """Backward has reached the tensor."""
-        if self.probe.is_closed():
-            return
-        self.probe.enter()
-        self.probe.board.reduce(Region.EVIDENCE, gradient, self)
+        probe = self.probe
+        if probe is not None and not probe.is_closed():
+            probe.enter()
+            probe.board.reduce(Region.EVIDENCE, gradient, self)
 
     @property
     def call(self) -> Call:

@@ -9,6 +9,7 @@ modules from the module after it: an input that is no sighting was made by the c
 from __future__ import annotations
 
 import weakref
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,10 +20,12 @@ class Call:
 
     Attributes:
         layer: clean name of the module.
-        number: from 1 in the micro-batch; None for a recomputed call that cannot be matched to the original one.
+        number: from 1 in the micro-batch; None for a recomputed call that cannot be matched to the original one, and
+            in compiled code.
         parent: the call it ran in, None for the root.
         takes_tensors: whether a tensor of any kind was found among its arguments.
         had_graph: whether autograd recorded it; not so under ``no_grad`` and in reentrant checkpointing.
+        is_ordered: whether it is known which calls came before it; not so in compiled code.
         inputs, outputs: sightings of its tensors.
         children: calls made in it, in order.
     """
@@ -38,6 +41,8 @@ class Call:
         "parent",
         "takes_tensors",
     )
+
+    is_ordered: ClassVar[bool] = True
 
     def __init__(self, layer: str, number: int | None, micro_batch: int, parent: Call | None) -> None:
         self.layer = layer

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
 from ddp_nanguard.board import Board, Region
@@ -19,6 +20,7 @@ from ddp_nanguard.scan import tensors_in
 
 from .backward import BackwardProbe
 from .calls import Call, Sighting, in_backward
+from .compiled import CompiledRegions, Places, stick
 from .recomputation import Recomputation
 
 
@@ -40,9 +42,14 @@ class ForwardProbe:
         self.calls: list[Call] = []
         self.unchecked: set[str] = set()
         self.have_forward = {name for name, m in modules if getattr(type(m), "forward", None) is not nn.Module.forward}
+        self.without_forward = {name for name, _ in modules} - self.have_forward
         self.skipped = [name for name, module in modules if type(module).__name__ in skip_types]
+        self.regions: CompiledRegions | None = None
         self._recomputation = Recomputation(backward)
-        self._handles: list[RemovableHandle] = []
+        self.traced_layers: set[str] = set()
+        self._traced: set[str] = set()
+        self._lasting: list[RemovableHandle] = []
+        self._handles: dict[str, tuple[RemovableHandle, RemovableHandle]] = {}
         self._stack: list[Call] = []
         self._counts: dict[str, int] = {}
         self._seen: dict[int, Sighting] = {}
@@ -52,21 +59,71 @@ class ForwardProbe:
 
     def arm(self) -> None:
         """Put the hooks on; nothing where they are already."""
-        if self._handles:
-            return
         for name, module in self.modules:
             if isinstance(module, torch.jit.ScriptModule):
                 self.unchecked.add(name)
-                continue
-            before, after = _BeforeHook(self, name), _AfterHook(self, name)
-            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(after, always_call=True))
+            elif name not in self._traced and name not in self._handles:
+                before, after = _BeforeHook(self, name), _AfterHook(self, name)
+                self._handles[name] = (
+                    module.register_forward_pre_hook(before, with_kwargs=True),
+                    module.register_forward_hook(after, always_call=True),
+                )
 
     def disarm(self) -> None:
-        """Take the hooks off."""
-        for handle in self._handles:
+        """Take the hooks off, except those that compiled code has taken up."""
+        for name in list(self._handles):
+            self._take_off(name)
+
+    def _take_off(self, name: str) -> None:
+        for handle in self._handles.pop(name, ()):
             handle.remove()
-        self._handles = []
+
+    def trace(self, inside: frozenset[str], edges: frozenset[str], device: torch.device) -> None:
+        """Modules that `torch.compile` has to do with; called again where more of them have been compiled meanwhile.
+
+        Their hooks stay on, since compiled code goes by the identity of hooks and would be compiled anew; what is
+        traced without grad mode does nothing.
+
+        Args:
+            inside: modules inside compiled code; see `probes.compiled`.
+            edges: modules whose own call is compiled: their hooks run outside and are kept from being compiled alone.
+            device: of the model.
+        """
+        for handle in self._lasting:
+            handle.remove()
+        self._lasting, self._traced = [], set(inside | edges)
+        layers = [name for name, _ in self.modules if name in inside]
+        self.regions = CompiledRegions(layers, device) if layers else None
+        for name, module in self.modules:
+            if name in self._traced and not isinstance(module, torch.jit.ScriptModule):
+                self._take_off(name)
+                before, after = self._lasting_hooks(name, name in edges)
+                self._lasting.append(module.register_forward_pre_hook(before))  # with options: one graph per module
+                self._lasting.append(module.register_forward_hook(after))
+
+    def _lasting_hooks(self, name: str, is_edge: bool) -> tuple[_BeforeHook, _AfterHook]:
+        if is_edge:
+            return _EdgeBeforeHook(self, name), _EdgeAfterHook(self, name)
+        assert self.regions is not None
+        return _BeforeHook(self, name, self.regions.before(name)), _AfterHook(self, name, self.regions.after(name))
+
+    def close(self) -> None:
+        """Every hook off."""
+        self.disarm()
+        for handle in self._lasting:
+            handle.remove()
+        self._lasting = []
+
+    def settle(self) -> None:
+        """What compiled code has left belongs to the micro-batch that has just run."""
+        if self.regions is not None:
+            self.regions.move_to(self.board, self._micro_batch)
+
+    def see_root_output(self, output: Any) -> None:
+        """What the whole model gave, where its root runs inside compiled code."""
+        call = Call("", 1, self._micro_batch, None)
+        for tensor in _tensors(output):
+            self._give(call, tensor, Region.OUTPUT)
 
     def begin_micro_batch(self, index: int) -> None:
         """Calls count from 1 again. Tensors of earlier micro-batches are no longer taken for seen."""
@@ -86,8 +143,8 @@ class ForwardProbe:
         self.begin_micro_batch(0)
 
     def silent_modules(self) -> list[str]:
-        """Watched modules that no hook saw in the window: not run, compiled, or scripted."""
-        ran = {call.layer for call in self.calls}
+        """Watched modules that no hook saw in the window: not run, scripted, or compiled without the hooks."""
+        ran = {call.layer for call in self.calls} | self.traced_layers
         return [name for name, _ in self.modules if name not in ran and name in self.have_forward]
 
     # -- what the hooks do ---------------------------------------------------------------------------------------------
@@ -186,31 +243,50 @@ def _nothing() -> None:
     return None
 
 
-class _BeforeHook(Hook):
-    __slots__ = ("layer",)
+class _ModuleHook(Hook):
+    __slots__ = ("layer", "places")
 
-    def __init__(self, probe: ForwardProbe, layer: str) -> None:
+    def __init__(self, probe: ForwardProbe, layer: str, places: Places | None = None) -> None:
         super().__init__(probe)
         self.layer = layer
+        self.places = places
+
+
+class _BeforeHook(_ModuleHook):
+    __slots__ = ()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         if torch.compiler.is_compiling():
+            if self.places is not None and torch.is_grad_enabled():
+                stick(self.places, args)
             return
         probe = self.target()
         if probe is not None:
             probe.before(self.layer, args, kwargs or {})
 
 
-class _AfterHook(Hook):
-    __slots__ = ("layer",)
-
-    def __init__(self, probe: ForwardProbe, layer: str) -> None:
-        super().__init__(probe)
-        self.layer = layer
+class _AfterHook(_ModuleHook):
+    __slots__ = ()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if torch.compiler.is_compiling():
+            if self.places is not None and torch.is_grad_enabled():
+                stick(self.places, output)
             return
         probe = self.target()
         if probe is not None:
             probe.after(self.layer, output)
+
+
+class _EdgeBeforeHook(_BeforeHook):
+    """Of a module whose own call is compiled: it runs outside, and is not to be compiled by itself."""
+
+    __slots__ = ()
+    __call__ = _disable_dynamo(_BeforeHook.__call__)
+
+
+class _EdgeAfterHook(_AfterHook):
+    """See `_EdgeBeforeHook`."""
+
+    __slots__ = ()
+    __call__ = _disable_dynamo(_AfterHook.__call__)

@@ -54,6 +54,8 @@ class GradientProbe:
         self.backward = backward
         self.micro_batch: int | None = 0
         self._parameters = [(name, parameter) for name, parameter in parameters if not is_ignored(name)]
+        self._reduced = {name: GradientNote(name, None, reduced=True) for name, _ in self._parameters}
+        self._notes: dict[tuple[str, int | None], GradientNote | None] = {}
         self._local = local
         self._is_ignored = is_ignored
         self._covered: dict[int, tuple[weakref.ref[Tensor], int]] = {}
@@ -61,14 +63,23 @@ class GradientProbe:
     def see_local(self, name: str, gradient: Tensor) -> None:
         """Backward gave a rank-local gradient. Called in every micro-batch, before any communication."""
         self.backward.enter()
-        if not self._is_ignored(name):
-            self.board.reduce(self._region(name), gradient, GradientNote(name, self.micro_batch, reduced=False))
+        note = self._note(name)
+        if note is not None:
+            self.board.reduce(self._region(name), gradient, note)
+
+    def _note(self, name: str) -> GradientNote | None:
+        """The same one in every step; None for an ignored parameter."""
+        key = (name, self.micro_batch)
+        if key not in self._notes:
+            ignored = self._is_ignored(name)
+            self._notes[key] = None if ignored else GradientNote(name, self.micro_batch, reduced=False)
+        return self._notes[key]
 
     def see_reduced(self) -> None:
         """The gradients have been communicated: look at what the optimizer will use."""
         for name, parameter in self._parameters:
             if parameter.grad is not None:
-                self._see(GradientNote(name, None, reduced=True), parameter.grad)
+                self._see(self._reduced[name], parameter.grad)
 
     def cover(self) -> None:
         """Gradients were not communicated: the local ones are what the optimizer will use."""

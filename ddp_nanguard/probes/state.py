@@ -59,6 +59,7 @@ class StateProbe:
         self._optimizers = optimizers
         self._local = local
         self._is_ignored = is_ignored
+        self._updated: dict[int, tuple[list[int], list[tuple[nn.Parameter, StateNote]]]] = {}
 
     # -- what is there -----------------------------------------------------------------------------------------------
 
@@ -128,7 +129,18 @@ class StateProbe:
 
     def see_update(self, optimizer: torch.optim.Optimizer) -> None:
         """The weights that an optimizer has just updated; they ride with the next verdict."""
-        self._see("parameter", "update", self.named_parameters_of(optimizer))
+        for parameter, note in self._updated_by(optimizer):
+            self.board.reduce(Region.STATE, self._local(parameter), note)
+
+    def _updated_by(self, optimizer: torch.optim.Optimizer) -> list[tuple[nn.Parameter, StateNote]]:
+        """Made anew only when the optimizer has got other parameters."""
+        present = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        known, notes = self._updated.get(id(optimizer), ([], []))
+        if known != present:
+            named = self.named_parameters_of(optimizer)
+            notes = [(p, StateNote("parameter", name, "update")) for name, p in named if not self._is_ignored(name)]
+            self._updated[id(optimizer)] = (present, notes)
+        return notes
 
     def see_written_buffers(self) -> None:
         """Buffers after the forwards of the window, and everything of registered modules."""

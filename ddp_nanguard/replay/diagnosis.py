@@ -79,6 +79,7 @@ def facts_of(dump: Dump, traced: Traced | None, outcome: Result | None) -> Facts
         dtypes=dtypes,
         outcome=str(outcome.outcome) if outcome is not None else None,
         differs=tuple(outcome.differs) if outcome is not None else (),
+        was_compiled=bool(dump.manifest["wrapper_description"].get("compiled")),
     )
 
 

@@ -14,6 +14,7 @@ from types import CodeType, FrameType
 import torch
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_MODULES = os.path.join(_TORCH, "nn", "modules") + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STANDARD = (sysconfig.get_paths()["stdlib"] + os.sep, sysconfig.get_paths()["platstdlib"] + os.sep)
 _TRANSPARENT = (_PACKAGE + "guard.py", _PACKAGE + "replay" + os.sep, _PACKAGE + "demo.py", _PACKAGE + "cli.py")
@@ -36,6 +37,8 @@ class Kind(enum.IntEnum):
     CHECKPOINT = 4
     OPTIMIZER = 5
     COMPILED = 6
+    WRAPPER = 7
+    """FSDP's own: what it moves about is no operator of the user's."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,8 @@ def _kind_of_file(file: str) -> Kind:
             return Kind.CHECKPOINT
         if inner.startswith("optim/"):
             return Kind.OPTIMIZER
+        if inner.startswith("distributed/fsdp/"):
+            return Kind.WRAPPER
         return Kind.COMPILED if inner == "_dynamo/eval_frame.py" else Kind.OTHER
     if path == _PLANTED:
         return Kind.USER
@@ -126,6 +131,18 @@ def first_spot(frame: FrameType | None) -> Spot | Kind | None:
             return None
         frame = frame.f_back
     return None
+
+
+def is_wrappers_own(frame: FrameType | None) -> bool:
+    """Whether FSDP runs the operator by itself: its code is met before the user's and before a module's forward."""
+    while frame is not None:
+        kind = _files[frame.f_code.co_filename]
+        if kind not in (Kind.OTHER, Kind.COMPILED) or frame.f_code.co_filename.startswith(_MODULES):
+            return kind is Kind.WRAPPER
+        if frame.f_code.co_name == "_engine_run_backward":
+            return False
+        frame = frame.f_back
+    return False
 
 
 def stack_of(frame: FrameType | None) -> Stack:

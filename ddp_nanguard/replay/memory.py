@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,11 @@ def weak_reference(storage: Any) -> Any:
 
 
 class Memory:
-    """Memory by the storage's address. A weak reference keeps an address from being used for another storage."""
+    """Memory by the storage's address. A weak reference keeps an address from being used for another storage.
+
+    Attributes:
+        look_up: asked for the name of a tensor whose memory has none: FSDP gathers a parameter anew for each use.
+    """
 
     def __init__(self) -> None:
         self._writers: dict[int, tuple[Event, Any]] = {}
@@ -40,6 +45,7 @@ class Memory:
         self._made_empty: dict[int, tuple[str, Any]] = {}
         self._addresses: dict[int, str] = {}
         self._kept: list[Any] = []
+        self.look_up: Callable[[Tensor], str | None] = _nobody_knows
 
     def name(self, tensor: Tensor, name: str) -> None:
         """Memory that was there before the step: a parameter, a buffer, a batch item."""
@@ -56,6 +62,11 @@ class Memory:
         storage = storage_of(tensor)
         self._writers[key_of(tensor)] = (event, tensor if storage is None else weak_reference(storage))
 
+    def passed_on(self, tensor: Tensor, name: str) -> None:
+        """What was there before the step has been copied there as it was."""
+        self._writers.pop(key_of(tensor), None)
+        self.name(tensor, name)
+
     def left_empty(self, tensor: Tensor, name: str) -> None:
         """Memory that nobody has written yet."""
         storage = storage_of(tensor)
@@ -69,6 +80,9 @@ class Memory:
 
     def name_of(self, tensor: Tensor) -> str | None:
         """What the memory is called, None where nobody knows."""
+        found = self.look_up(tensor)
+        if found is not None:
+            return found
         key = key_of(tensor)
         empty = self._made_empty.get(key)
         return self._names.get(key) or (self._name_at(tensor) if empty is None else empty[0])
@@ -76,3 +90,7 @@ class Memory:
     def _name_at(self, tensor: Tensor) -> str | None:
         storage = storage_of(tensor) if self._addresses and tensor.device.type == "cpu" else None
         return None if storage is None else self._addresses.get(storage.data_ptr())
+
+
+def _nobody_knows(_: Tensor) -> None:
+    return None

@@ -117,16 +117,31 @@ def _has_gradients(dump: Dump) -> bool:
     return any(name.startswith("grad.") for name in dump.names())
 
 
-def compare(dump: Dump, rank: int, recorded: list[MicroBatch], again: Rerun, alone: bool) -> Result:
-    """The outcome of one rank's rerun."""
+EAGER_NOW = "compiled by torch.compile then, eager now"
+
+
+def compare(
+    dump: Dump, rank: int, recorded: list[MicroBatch], again: Rerun, alone: bool, compiled: bool = True
+) -> Result:
+    """The outcome of one rank's rerun; ``compiled``: whether its model is, if that of training was."""
     then = first_own_site(dump, rank, alone)
     now = next((site for site in again.sites if not (alone and site.phase is Phase.REDUCE)), None)
     result = Result(rank, Outcome.NOT_REPRODUCED, recorded=then, replayed=now, notes=again.notes)
     _compare_slots(dump, rank, again, alone, result)
     _compare_losses(recorded, again, result)
     result.differs = differences(dump, rank)
+    if dump.manifest["wrapper_description"].get("compiled") and not compiled:
+        result.differs.append(EAGER_NOW)
+    if alone and now is None and _came_by_reduce(dump, rank, then):
+        then = None
     _conclude(result, then, now)
     return result
+
+
+def _came_by_reduce(dump: Dump, rank: int, site: Site | None) -> bool:
+    """Whether a gradient was seen only after communication: clipped, it was read once more before the update."""
+    read_late = site is not None and site.phase is Phase.BACKWARD and site.micro_batch is None
+    return read_late and site is not None and site.taken_in == "unchecked" and bool(dump.evidence(rank)["reduced_in"])
 
 
 def first_own_site(dump: Dump, rank: int, alone: bool) -> Site | None:
@@ -181,6 +196,8 @@ def _compare_slots(dump: Dump, rank: int, again: Rerun, alone: bool, result: Res
         reduced = reduced or kind == "reduce"
         if kind == "loss" and label not in again.slots:
             continue  # a watched name that the recipe does not give: said in a note
+        if label.startswith("backward|None|") and label not in again.slots:
+            continue  # a gradient as the loop had changed it since the backward: clipped, unscaled
         if alone and (kind == "reduce" or (reduced and label.rsplit("|", 1)[0].endswith("|gradient"))):
             continue  # after the first reduce the gradients that accumulate are not this rank's alone
         result.num_slots += 1

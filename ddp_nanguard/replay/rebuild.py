@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
@@ -30,6 +31,7 @@ class Rebuilt:
     optimizers: list[torch.optim.Optimizer]
     scaler: GradScaler | None
     device: torch.device
+    group: dist.ProcessGroup | None = None
 
 
 def apply_settings(dump: Dump) -> None:
@@ -44,7 +46,14 @@ def apply_settings(dump: Dump) -> None:
     torch.backends.cudnn.benchmark = settings["cudnn_benchmark"]
 
 
-def rebuild(dump: Dump, rank: int, recipe: Recipe, device: torch.device, alone: bool) -> Rebuilt:
+def rebuild(
+    dump: Dump,
+    rank: int,
+    recipe: Recipe,
+    device: torch.device,
+    alone: bool,
+    group: dist.ProcessGroup | None = None,
+) -> Rebuilt:
     """Model and optimizer with the dumped weights, as the rank had them.
 
     Args:
@@ -53,6 +62,7 @@ def rebuild(dump: Dump, rank: int, recipe: Recipe, device: torch.device, alone: 
         recipe: the user's.
         device: where the model goes.
         alone: one process stands for ``rank``; DDP is left out, FSDP wraps over one member.
+        group: what to wrap and step over; default the whole world, which must be this process alone if ``alone``.
 
     Raises:
         DumpError: the recipe's parameters are not those of the dump, or weights are missing.
@@ -60,13 +70,13 @@ def rebuild(dump: Dump, rank: int, recipe: Recipe, device: torch.device, alone: 
     Collective: those of the wrapper's constructor, unless ``alone``.
     """
     require_matching_parameters(dump, recipe.model)
-    model = _wrapped(dump, recipe, device, alone)
+    model = _wrapped(dump, recipe, device, alone, group)
     wrapper = wrapper_of(model)
     _fill_weights(dump, rank, wrapper)
     _fill_buffers(dump, rank, wrapper)
     _set_modes(dump, rank, wrapper)
     optimizers = _optimizers(dump, rank, recipe, wrapper)
-    return Rebuilt(dump, rank, recipe, wrapper, optimizers, _scaler(dump, wrapper, device), device)
+    return Rebuilt(dump, rank, recipe, wrapper, optimizers, _scaler(dump, wrapper, device), device, group)
 
 
 def require_matching_parameters(dump: Dump, model: nn.Module) -> None:
@@ -96,14 +106,16 @@ def require_matching_parameters(dump: Dump, model: nn.Module) -> None:
         )
 
 
-def _wrapped(dump: Dump, recipe: Recipe, device: torch.device, alone: bool) -> nn.Module:
+def _wrapped(
+    dump: Dump, recipe: Recipe, device: torch.device, alone: bool, group: dist.ProcessGroup | None
+) -> nn.Module:
     description = dump.manifest["wrapper_description"]
     model = recipe.model.to(device)
     if alone and description["kind"] in ("plain", "ddp"):
         return model
     if recipe.wrap is not None and not alone:
         return recipe.wrap(model)
-    return wrap_like(model, description)
+    return wrap_like(model, description, group=group)
 
 
 def _fill_weights(dump: Dump, rank: int, wrapper: Wrapper) -> None:
@@ -205,10 +217,11 @@ def _fill_state(
 ) -> None:
     """State tensors, each shaped like its parameter's local part, or a number of its own."""
     keys = _state_keys(dump, rank, index)
+    special = dump.special(rank)
     for name, parameter in wrapper.named_parameters():
         state: dict[str, Any] = dict(plain["state"].get(name, {}))
         for key in keys.get(name, []) or _keys_of_flat(wrapper, name, parameter, keys):
-            state[key] = _state_tensor(dump, rank, wrapper, index, name, parameter, key)
+            state[key] = _state_tensor(dump, rank, wrapper, index, name, parameter, key, special)
         if state:
             optimizer.state[parameter] = state
 
@@ -230,20 +243,27 @@ def _keys_of_flat(wrapper: Wrapper, name: str, parameter: Tensor, keys: dict[str
 
 
 def _state_tensor(
-    dump: Dump, rank: int, wrapper: Wrapper, index: int, name: str, parameter: nn.Parameter, key: str
+    dump: Dump,
+    rank: int,
+    wrapper: Wrapper,
+    index: int,
+    name: str,
+    parameter: nn.Parameter,
+    key: str,
+    special: dict[str, Tensor],
 ) -> Tensor:
     """One state tensor as the optimizer holds it: a number of its own, or cut like the parameter."""
     prefix, suffix = f"optim.{index}.", f".{key}"
-    special = dump.special(rank)
     if f"{prefix}{name}{suffix}" in special:
         return special[f"{prefix}{name}{suffix}"]
     own = [f"{prefix}{name}{suffix}"]
     cut = [piece.name for piece in wrapper.pieces(prefix, name, parameter, parameter, suffix)]
-    stored = next(each for each in (*own, *cut) if each in dump.names())
-    whole = dump.load_state([stored], rank)[stored]
-    if whole.dim() == 0 and stored == own[0]:
-        return whole
-    tensor = torch.zeros_like(parameter, dtype=whole.dtype, requires_grad=False)
+    known = dump.described(rank)
+    stored = next(each for each in (*own, *cut) if each in known)
+    shape, dtype = known[stored]
+    if shape == () and stored == own[0]:
+        return dump.load_state([stored], rank)[stored]
+    tensor = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     _fill(dump, rank, wrapper.pieces(prefix, name, parameter, tensor, suffix))
     return tensor.detach()
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ddp_nanguard import rng, testing
 from ddp_nanguard.board import Reading
+from ddp_nanguard.config import environment_ignored
 from ddp_nanguard.errors import NonFiniteError
 from ddp_nanguard.fault import labelled_slots
 from ddp_nanguard.guard import NanGuard
@@ -50,15 +51,17 @@ def rerun(rebuilt: Rebuilt, micro_batches: list[MicroBatch], alone: bool) -> Rer
     report = rebuilt.dump.report
     if report.cause.startswith("scale collapse"):
         options["max_consecutive_overflows"] = 1  # one window is all there is: its overflow is the fault
-    guard = NanGuard(
-        rebuilt.wrapper.model,
-        rebuilt.optimizers,
-        scaler=rebuilt.scaler,
-        dump_dir=None,
-        keep_previous=False,
-        first_step=report.step,
-        **options,
-    )
+    with environment_ignored():
+        guard = NanGuard(
+            rebuilt.wrapper.model,
+            rebuilt.optimizers,
+            scaler=rebuilt.scaler,
+            group=rebuilt.group,
+            dump_dir=None,
+            keep_previous=False,
+            first_step=report.step,
+            **options,
+        )
     guard._policy.is_quiet = True
     planted = testing.replant(guard, guard._parts, rebuilt.dump.evidence(rebuilt.rank).get("injected", []))
     guard._parts.known_habits = frozenset(tuple(h) for h in rebuilt.dump.evidence(rebuilt.rank)["habits"])

@@ -56,7 +56,8 @@ def _replay_all(dump: Dump, rank: int, options: argparse.Namespace) -> int:
         recipe = named_recipe(dump, options.recipe)
         apply_settings(dump)
         window = dump.window(rank, types=dict(recipe.batch_types), device=device)
-        rebuilt = rebuild(dump, rank, recipe, device, alone=False)
+        with dump.telling(rank, speaks=rank == 0):
+            rebuilt = rebuild(dump, rank, recipe, device, alone=False)
         result = compare(dump, rank, window, rerun(rebuilt, window, alone=False), alone=False)
     return _report_all(result, rank)
 

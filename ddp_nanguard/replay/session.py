@@ -74,7 +74,8 @@ class Session:
             recipe = replace(recipe, step=step(recipe.step))
         window = self.window(recipe) if keep is None else keep(self.window(recipe))
         apply_settings(self.dump)
-        rebuilt = rebuild(self.dump, self.rank, recipe, self.device, alone=True)
+        with self.dump.telling(self.rank):
+            rebuilt = rebuild(self.dump, self.rank, recipe, self.device, alone=True)
         with contextlib.nullcontext() if around is None else around(rebuilt, window):
             return rerun(rebuilt, window, alone=True)
 
@@ -85,7 +86,8 @@ class Session:
         recipe = self.recipe()
         window = self.window(recipe)
         self._first = recipe
-        return compare(self.dump, self.rank, window, self.run(), alone=True)
+        compiled = is_compiled(recipe.model)  # before it is wrapped
+        return compare(self.dump, self.rank, window, self.run(), alone=True, compiled=compiled)
 
 
 def open_session(paths: Sequence[str], rank: int | None, recipe_name: str | None, device: str | None) -> Session:

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ddp_nanguard.probes.calls import in_backward
 
 from .events import MAX_ROWS, SEVERITY, Call, Event, describe, hit_mask, quick_kind, worst_kind
-from .lines import Kind, Spot, first_spot, stack_of
+from .lines import Kind, Spot, first_spot, is_wrappers_own, stack_of
 from .memory import Memory
 from .modules import ModuleStack, Place
 from .operators import FILLS, Operator, Operators, kinds_of, named_arguments, numbers_of, tensors_of
@@ -138,6 +138,9 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         if worst is None:
             return
         event = self._event_of(operator, worst, given, frame)
+        if event.category == "spread" and event.outside and not event.parents and is_wrappers_own(frame):
+            self._pass_on(event, [tensor for tensor, kind in zip(outputs, kinds, strict=True) if kind is not None])
+            return
         if event.category == "birth" or event.outside:
             self._describe(event, function, operator, given, kwargs, outputs[kinds.index(worst)])
         self.events.append(event)
@@ -147,6 +150,11 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
                 self.memory.wrote(event, tensor)
         if self.on_event is not None:
             self.on_event(event, frame)
+
+    def _pass_on(self, event: Event, outputs: list[Tensor]) -> None:
+        """FSDP has moved a bad weight about: the user's operator that takes it from there is the first to meet it."""
+        for tensor in outputs:
+            self.memory.passed_on(tensor, event.outside[0])
 
     # -- one event ---------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,8 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ddp_nanguard.scan import named_tensors_in, path_text
 from ddp_nanguard.window import MicroBatch
@@ -127,6 +128,8 @@ class Watcher:
 
     def _name_state(self) -> None:
         memory, wrapper = self._trace.memory, self._rebuilt.wrapper
+        if wrapper.kind == "fsdp2":
+            memory.look_up = _gathered(wrapper.named_modules())
         for name, parameter in wrapper.named_parameters():
             memory.name(wrapper.local(parameter), name)
             for optimizer in self._rebuilt.optimizers:
@@ -220,6 +223,25 @@ class Watcher:
         event = events[-1]
         seen = next((seen for seen in self._seen if seen.index == event.micro_batch), None)
         return seen, f"a value in the step is {_WORDS[event.kind]}; loss, gradients and weights are finite", event
+
+
+def _gathered(modules: list[tuple[str, nn.Module]]) -> Callable[[Tensor], str | None]:
+    """Finds the name of a parameter as FSDP2 hands it to its module, whole, in memory that comes and goes."""
+
+    def name_of(tensor: Tensor) -> str | None:
+        for layer, module in modules:
+            for name, parameter in module._parameters.items():
+                if parameter is not None and _is_at(parameter, tensor):
+                    return f"{layer}.{name}" if layer else name
+        return None
+
+    return name_of
+
+
+def _is_at(parameter: Tensor, tensor: Tensor) -> bool:
+    if isinstance(parameter, DTensor) or isinstance(tensor, DTensor) or parameter.numel() == 0:
+        return False
+    return parameter.device == tensor.device and parameter.data_ptr() == tensor.data_ptr()
 
 
 _WORDS = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}

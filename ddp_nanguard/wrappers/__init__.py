@@ -16,9 +16,9 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from . import ddp, fsdp1, fsdp2, plain
-from .base import GradientWatch, OnGradient, Wrapper, class_name, inner_of, is_compiled, paths
+from .base import GradientWatch, OnGradient, Wrapper, class_name, compiled_modules, inner_of, is_compiled, paths
 
-__all__ = ["GradientWatch", "OnGradient", "Wrapper", "is_compiled", "wrap_like", "wrapper_of"]
+__all__ = ["GradientWatch", "OnGradient", "Wrapper", "compiled_modules", "is_compiled", "wrap_like", "wrapper_of"]
 
 _WRAP = {"plain": plain.wrap, "ddp": ddp.wrap, "fsdp1": fsdp1.wrap, "fsdp2": fsdp2.wrap}
 

@@ -49,6 +49,32 @@ def is_compiled(module: nn.Module) -> bool:
     return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
 
 
+def compiled_modules(model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
+    """Clean names of the modules inside what `torch.compile` compiles, and of those whose own call it compiles.
+
+    The latter by ``module.compile()``: hooks of such a module run outside of the compiled code.
+    """
+    inside: set[str] = set()
+    edges: set[str] = set()
+
+    def walk(name: str, module: nn.Module, is_inside: bool) -> None:
+        inner = inner_of(module)
+        has_compiled_call = getattr(module, "_compiled_call_impl", None) is not None
+        if inner is not None:
+            walk(name, inner, is_inside or is_compiled(module) or has_compiled_call)
+            return
+        if is_inside:
+            inside.add(name)
+        elif has_compiled_call:
+            edges.add(name)
+        for attribute, child in module._modules.items():
+            if child is not None:
+                walk(join(name, attribute), child, is_inside or has_compiled_call)
+
+    walk("", model, False)
+    return frozenset(inside), frozenset(edges - inside)
+
+
 def unwrapped(module: nn.Module) -> nn.Module:
     """The module inside all shells around it."""
     while (inner := inner_of(module)) is not None:
@@ -238,6 +264,8 @@ class Wrapper(ABC):
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         """The plain local tensor of a parameter, a gradient or an optimizer state tensor, without communication."""
         if isinstance(tensor, DTensor):
+            if not torch.is_grad_enabled():
+                return tensor.to_local()
             with torch.no_grad():
                 return tensor.to_local()
         return tensor.detach() if tensor.requires_grad else tensor
@@ -272,9 +300,17 @@ class Wrapper(ABC):
             "kind": self.kind,
             "model_class": class_name(type(self.model)),
             "root_class": class_name(type(self.root)),
-            "compiled": any(is_compiled(module) for _, module in paths(self.model)),
+            "compiled": any(
+                is_compiled(module) or getattr(module, "_compiled_call_impl", None) is not None
+                for _, module in paths(self.model)
+            ),
             "world_size": dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
         }
+
+    def free(self) -> None:
+        """Let go of the gradients, and of what a model that is no longer used would keep of its parameters."""
+        for _, parameter in self.named_parameters():
+            parameter.grad = None
 
     def own_parameters(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         """Attribute names and parameters of ``module`` itself."""

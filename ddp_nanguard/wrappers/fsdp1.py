@@ -133,6 +133,13 @@ class FSDP1Wrapper(ShardedWrapper):
         units = [{"module": names[unit], **_describe_unit(unit)} for unit in self.units]
         return {**super().describe(), "units": units, "ignored": [name for name, _ in self.leaves()]}
 
+    def free(self) -> None:
+        """See `Wrapper.free`: flat parameters outlive their model, since autograd and they refer to each other."""
+        super().free()
+        for unit in self.units:
+            if unit._handle is not None:
+                unit._handle.flat_param.untyped_storage().resize_(0)
+
     def _name_originals(self) -> tuple[dict[str, Original], dict[str, str]]:
         kept: dict[Original, str] = {}
         aliases = {}

@@ -111,6 +111,7 @@ class GatheredHook(Hook):
 
     __slots__ = ()
 
+    @_disable_dynamo  # traced, each parameter's name would compile it again; this one imports dynamo late
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Hook what the module has gathered; nothing is to be seen in a forward without gradients."""
         watch = self.target()
@@ -142,7 +143,6 @@ class FSDP2Watch(GradientWatch):
         while self._pre_hooks:
             self._pre_hooks.pop().remove()
 
-    @_disable_dynamo  # traced, each parameter's name would compile it again; this one imports dynamo late
     def hook_gathered(self, module: nn.Module) -> None:
         """Hook the parameters that ``module`` has just gathered; called by the pre-hook."""
         for name, param in self._params[module]:

@@ -167,7 +167,6 @@ def test_case(name: str, ended: Launch) -> None:
     check(THIS, name, CASES[name], ended[name])
 
 
-@pytest.mark.xfail(strict=True, reason="the trace names FSDP's own copy of the weight, not the operator that used it")
 def test_C01_the_operator_that_met_the_weight(ended: Launch) -> None:
     """https://github.com/Lightning-AI/pytorch-lightning/pull/17627."""
     name = "C01 a norm that nobody initialised"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp_nanguard import NanGuard, NonFiniteError
 from ddp_nanguard.replay.diagnosis import Diagnosis
+from ddp_nanguard.replay.outcome import EAGER_NOW
 from tests import diagnosing
 from tests.cases.harness import (
     INF,
@@ -152,35 +154,34 @@ def test_H01_hooks_that_come_after_the_compiled_call(tmp_path: Path) -> None:
     assert "hooks did not fire" in unchecked and unchecked.endswith("(root), a, b")
 
 
-def _miscompiled(directory: Path) -> Diagnosis:
-    """A backend that makes another result than the code says."""
+def _miscompiled(directory: Path, is_in_replay: bool) -> Diagnosis:
+    """A backend that makes another result than the code says, in training and perhaps in the replay."""
 
     def miscompiled(graph: Any, example: Any) -> Any:
         return lambda *args: [out * INF if out.is_floating_point() else out for out in graph.forward(*args)]
 
+    builds = itertools.chain([True], itertools.repeat(is_in_replay))
+
     def build() -> nn.Module:
         model = diagnosing.Body(torch.tanh)
-        model.compile(backend=miscompiled)
+        if next(builds):
+            model.compile(backend=miscompiled)
         return model
 
     job = diagnosing.Job(build, diagnosing.square, [diagnosing.batch()])
     return diagnosing.diagnosed(job, directory)
 
 
-def test_H02_no_line_is_blamed_that_is_finite_when_it_runs_eagerly(tmp_path: Path) -> None:
-    """https://github.com/huggingface/lerobot/pull/4179."""
-    found = _miscompiled(tmp_path)
-    assert found.traced is not None and found.traced.birth is None
-    assert any("eagerly" in note for note in found.traced.notes)
-    assert found.reason.kind == "unknown"
-
-
-@pytest.mark.xfail(strict=True, reason="the reason is 'unknown', and nothing says that the eager run was finite")
-def test_H02_finite_in_eager_is_said(tmp_path: Path) -> None:
-    """https://github.com/pytorch/pytorch/issues/130000."""
-    found = _miscompiled(tmp_path)
-    assert found.traced is not None
-    assert any("finite" in text for text in [*found.traced.notes, found.reason.sentence, *found.reason.evidence])
+@pytest.mark.parametrize("is_in_replay", [True, False])
+def test_H02_finite_in_eager_is_said(is_in_replay: bool, tmp_path: Path) -> None:
+    """https://github.com/huggingface/lerobot/pull/4179, https://github.com/pytorch/pytorch/issues/130000."""
+    found = _miscompiled(tmp_path, is_in_replay)
+    assert found.outcome is not None and found.traced is not None and found.traced.birth is None
+    assert str(found.outcome.outcome) == ("same" if is_in_replay else "not_reproduced")
+    assert (EAGER_NOW in found.outcome.differs) is not is_in_replay
+    assert found.reason.kind == "not reproduced"
+    assert "finite when it runs eagerly" in found.reason.sentence
+    assert [line.split(":")[0] for line in found.reason.evidence] == ["compiled", "eager"]
 
 
 def test_H04_gradients_under_accumulation(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -327,6 +326,29 @@ def test_of_two_modules_on_one_tensor_none_is_cleared(guilty: str) -> None:
     assert "q" in text and "k" in text
 
 
+def test_two_modules_on_the_input_of_a_container_are_suspects_within_it() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = Bad(backward=True), Bad(backward=True)
+
+        def forward(self, values: Tensor) -> Tensor:
+            return self.q(values).tanh() + self.k(values).sigmoid()  # type: ignore[no-any-return]
+
+    pair = Pair()
+    report = report_of(Model(lambda m, x: m.pair(x), pair=pair), batches(), plant=switch(pair.q))
+    assert report is not None and report.origin is not None
+    assert (report.origin.layer, report.origin.suspects) == ("pair", ("pair.q", "pair.k"))
+
+
+def test_a_module_that_is_registered_twice_does_not_share_its_weight_with_others() -> None:
+    bad = BadWeight(WIDTH, WIDTH)
+    model = Model(lambda m, x: m.again.inner(m.inner(x)), inner=bad, again=nn.ModuleDict({"inner": bad}))
+    report = report_of(model, batches(), plant=switch(bad))
+    assert place_of(report) == ("backward", "inner", None, "inner.weight")
+    assert report is not None and report.origin is not None and report.origin.suspects == ()
+
+
 def test_a_residual_module_is_blamed_for_its_own_gradient() -> None:
     bad = Bad(backward=True)
     report = report_of(Model(lambda m, x: x + m.bad(x), bad=bad), batches(), plant=switch(bad))
@@ -489,105 +511,3 @@ def test_a_fully_padded_row(need_weights: bool) -> None:
 
     report = report_of(Model(body, attn=nn.MultiheadAttention(WIDTH, 2, batch_first=True)), batches())
     assert place_of(report) == (("forward", "attn", 1, "output") if need_weights else None)
-
-
-# -- random trees
-
-
-class Tree(nn.Module):
-    """A random body of layers, plain code and smaller trees; its spots can be spoilt one at a time."""
-
-    def __init__(self, rng: random.Random, depth: int, spots: list[tuple[Any, str, int]]) -> None:
-        super().__init__()
-        kinds = ["linear", "norm", "drop", "keep", "relu", "frozen", "unused", "residual", "views"]
-        kinds += ["bad", "bad_backward", "bad_weight", "code", "code_backward"] + ["tree", "checkpoint"] * (2 * depth)
-        self.kinds = [rng.choice(kinds) for _ in range(rng.randint(2, 4))]
-        self.on: int | None = None
-        for index, kind in enumerate(self.kinds):
-            self.add_module(f"m{index}", self._made(rng, kind, depth, spots) or nn.Identity())
-            if kind.startswith(("bad", "code")):
-                spots.append((self, kind, index))
-        self.has_calls = any(not kind.startswith("code") and kind not in {"residual", "views"} for kind in self.kinds)
-
-    @staticmethod
-    def _made(rng: random.Random, kind: str, depth: int, spots: list[tuple[Any, str, int]]) -> nn.Module | None:
-        match kind:
-            case "norm":
-                return nn.BatchNorm1d(WIDTH)
-            case "drop":
-                return nn.Dropout(0.2)
-            case "relu":
-                return nn.ReLU(inplace=True)
-            case "bad" | "bad_backward":
-                return Bad(backward=kind == "bad_backward")
-            case "bad_weight":
-                return BadWeight(WIDTH, WIDTH)
-            case "tree" | "checkpoint":
-                return Tree(rng, 0 if kind == "checkpoint" else depth - 1, spots)
-            case "frozen":
-                return linear().requires_grad_(False)
-        return linear()
-
-    def forward(self, values: Tensor) -> Tensor:
-        for index, kind in enumerate(self.kinds):
-            module = getattr(self, f"m{index}")
-            match kind:
-                case "keep":
-                    values = nn.Identity()(values)
-                case "relu":
-                    values = module(values * 1.0)
-                case "unused":
-                    module(values)
-                case "residual":
-                    values = values + values.tanh()
-                case "views":
-                    values = values.t().reshape(WIDTH, -1).t()
-                case "code":
-                    values = spoil(values, self.on == index)
-                case "code_backward":
-                    values = spoil_gradient(values, self.on == index)
-                case "checkpoint":
-                    values = checkpoint(module, values, use_reentrant=index % 2 == 0)
-                case _:
-                    values = module(values)
-        return values
-
-
-def _expected(names: dict[int, str], tree: Tree, kind: str, index: int) -> tuple[str, str, str | None, bool]:
-    name = names[id(tree)]
-    spot = f"{name}.m{index}"
-    return {
-        "bad": ("forward", spot, "output", False),
-        "bad_backward": ("backward", spot, "grad", False),
-        "bad_weight": ("backward", spot, f"{spot}.weight", False),
-        "code": ("forward", name, None, tree.has_calls),
-        "code_backward": ("backward", name, None, tree.has_calls),
-    }[kind]
-
-
-@pytest.mark.parametrize("seed", range(24))
-def test_the_origin_in_a_random_tree(seed: int) -> None:
-    torch.manual_seed(seed)
-    spots: list[tuple[Any, str, int]] = []
-    model = Model(lambda m, x: m.tree(x), tree=Tree(random.Random(seed), 2, spots))
-    names = {id(module): name for name, module in model.named_modules()}
-    items = batches(4)
-    assert report_of(model, items, accumulation=2) is None
-    for tree, kind, index in spots:
-
-        def plant(on: bool, tree: Any = tree, kind: str = kind, index: int = index) -> None:
-            if kind.startswith("code"):
-                tree.on = index if on else None
-            else:
-                getattr(tree, f"m{index}").on = on
-
-        model.zero_grad()
-        report = report_of(model, items, plant=plant, fault_at=3, accumulation=2)
-        plant(False)
-        for buffer in model.buffers():
-            buffer.nan_to_num_(1.0)
-        assert report is not None and report.origin is not None, (kind, index)
-        site, expected = report.origin, _expected(names, tree, kind, index)
-        said = (str(site.phase), site.layer, site.slot if expected[2] else None, site.between is not None)
-        assert said == expected, (tree.kinds, log_line(report))
-        assert (site.step, site.micro_batch) == (1, 1)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_nanguard.config import ENV_PREFIX, RESERVED_ENVIRONMENT, GuardConfig
+from ddp_nanguard.config import ENV_PREFIX, RESERVED_ENVIRONMENT, GuardConfig, environment_ignored
 from ddp_nanguard.site import Phase
 
 build = GuardConfig.from_code_and_environment
@@ -91,6 +91,13 @@ def test_a_wrong_environment_value_names_the_variable(name: str, text: str, word
 
 def test_reserved_variables_are_no_options() -> None:
     assert build({}, dict.fromkeys(RESERVED_ENVIRONMENT, "x")) == GuardConfig()
+
+
+def test_a_replay_ignores_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANGUARD_ON_FAULT", "warn")
+    with environment_ignored():
+        assert GuardConfig.from_code_and_environment({}).on_fault == "stop"
+    assert GuardConfig.from_code_and_environment({}).on_fault == "warn"
 
 
 def test_lists_become_tuples_and_json_round_trips() -> None:

@@ -21,6 +21,8 @@ FORBIDDEN = {
     "dump": {"guard", "replay", "probes", "wrappers", "verdict", *TOP},
     "board": {"guard", "replay", "dump", "probes", "wrappers", "verdict", *TOP},
     "guard": {"replay", *TOP},
+    "policy": {"guard", "replay", *TOP},
+    "rerun": {"guard", *TOP},  # it alone takes the replay, within a function and on a fault
     "replay": {"cli", "demo", "drill", "drill_job", "integrations"},
 }
 

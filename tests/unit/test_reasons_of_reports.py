@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ddp_nanguard.replay.reasons import KINDS, RULES, Facts, reason_for
-from ddp_nanguard.site import FaultReport, Phase, Site
+from ddp_nanguard.site import FaultReport, Phase, SecondRun, Site
 
 
 def site(phase: str, **more: Any) -> Site:
@@ -82,3 +82,24 @@ def test_without_any_facts_the_reason_is_unknown() -> None:
 
 def test_the_list_of_kinds_is_closed() -> None:
     assert len(set(KINDS)) == len(KINDS) and KINDS[-1] == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "in_place", "sentence"),
+    [
+        ("not_reproduced", "finite", "in the replay, on equal software: nondeterminism, dirty memory or the device's"),
+        ("not_reproduced", "same", "in the replay, on equal software: it went bad twice where it ran, so suspect that"),
+        (None, "finite", "once more in place, on the same device: nondeterminism, dirty memory or the device's"),
+    ],
+)
+def test_a_rerun_in_place_is_evidence(outcome: str | None, in_place: str, sentence: str) -> None:
+    second = SecondRun(in_place, {in_place: (1, (0,))}, "what came of it")
+    found = reason_for(Facts(report(site("forward"), rerun=second), outcome=outcome))
+    assert found.kind == "not reproduced"
+    assert found.sentence.startswith(f"the same step was finite {sentence}")
+    assert found.evidence == ("rerun in place, before the dump: what came of it",)
+
+
+def test_a_rerun_that_went_bad_again_says_nothing_by_itself() -> None:
+    second = SecondRun("same", {"same": (2, (0, 1))}, "same on all 2 ranks: deterministic")
+    assert reason_for(Facts(report(site("forward"), rerun=second))).kind == "unknown"

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_nanguard.errors import NonFiniteError
-from ddp_nanguard.site import KINDS, SCHEMA_VERSION, Between, Evidence, FaultReport, Phase, Site, json_safe
+from ddp_nanguard.site import KINDS, SCHEMA_VERSION, Between, Evidence, FaultReport, Phase, SecondRun, Site, json_safe
 
 names = st.none() | st.text(max_size=20)
 counts = st.integers(min_value=0, max_value=10**12)
@@ -54,6 +54,15 @@ reports = st.builds(
     unchecked=st.lists(st.text(max_size=9), max_size=3).map(tuple),
     notes=st.lists(st.text(max_size=9), max_size=3).map(tuple),
     dump_path=names,
+    rerun=st.none()
+    | st.builds(
+        SecondRun,
+        st.sampled_from(["same", "not_run"]),
+        st.dictionaries(
+            st.sampled_from(["same", "finite"]), st.tuples(counts, st.lists(counts, max_size=3).map(tuple))
+        ),
+        st.text(max_size=20),
+    ),
 )
 
 SITE = Site(37, 4812, 3, Phase.FORWARD, "layers.17.mlp.act", 1, "output", "nan")

@@ -16,6 +16,7 @@ Rule = Callable[[Facts], Reason | None]
 RULES: tuple[Rule, ...] = (
     # what the report alone settles
     job.hyper_parameter,
+    job.compiled_kernel,
     job.not_reproduced,
     job.reduce_overflow,
     job.update_overflow,

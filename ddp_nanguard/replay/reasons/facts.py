@@ -48,6 +48,7 @@ class Facts:
         dtypes: dtype of each parameter.
         outcome: of the plain replay (``same``, ``not_reproduced``, ...), None where it was not run.
         differs: what was not as recorded in the replay.
+        was_compiled: whether torch.compile had compiled the model in training.
     """
 
     report: FaultReport | None = None
@@ -57,6 +58,7 @@ class Facts:
     dtypes: Mapping[str, str] = field(default_factory=dict)
     outcome: str | None = None
     differs: tuple[str, ...] = ()
+    was_compiled: bool = False
 
     @property
     def origin(self) -> Site | None:

@@ -9,15 +9,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from ddp_nanguard.site import Phase, Site
+from ddp_nanguard.replay.outcome import EAGER_NOW
+from ddp_nanguard.site import Phase, SecondRun, Site
 
 from .facts import WORDS, Facts, Reason, at, listed
 from .numbers import is_overflow
 
 MIN_VALUES = 4
 MIN_TOTAL = 10.0
+MIN_TOTAL_OVERFLOWED = 100.0
+"""Where no step was traced, but +Inf came out of finite values: most likely an overflow."""
 MIN_TOTAL_UNTRACED = 1000.0
-"""Where no operator is known to have overflowed, growth must speak for itself."""
+"""Where nothing says that anything overflowed, growth must speak for itself."""
 MIN_FACTOR = 1.2
 
 
@@ -39,13 +42,40 @@ def scale_collapse(facts: Facts) -> Reason | None:
     return Reason("scale collapse", report.cause, evidence)
 
 
+def compiled_kernel(facts: Facts) -> Reason | None:
+    """Bad where torch.compile's code runs, finite where the same step runs eagerly."""
+    traced = facts.traced
+    if traced is None or not facts.was_compiled or traced.target or traced.birth is not None:
+        return None
+    if EAGER_NOW in facts.differs:
+        compiled = "compiled: the recorded step, which failed; the replay's model is not compiled"
+    elif facts.outcome in ("same", "elsewhere"):
+        compiled = "compiled: the recorded step, which failed, and the replay, which failed too"
+    else:
+        return None  # it was finite compiled, too: chance
+    sentence = "the same step is finite when it runs eagerly: suspect the kernel that torch.compile made"
+    eager = f"eager: every output of {traced.num_operators} operators is finite"
+    return Reason("not reproduced", sentence, (compiled, eager))
+
+
 def not_reproduced(facts: Facts) -> Reason | None:
     """The same step was finite this time."""
-    if facts.outcome != "not_reproduced" or facts.birth is not None:
+    in_place = facts.report.rerun if facts.report is not None else None
+    finite_in_place = in_place is not None and in_place.outcome == "finite"
+    if facts.birth is not None or not (facts.outcome == "not_reproduced" or (not facts.outcome and finite_in_place)):
         return None
     why = f"different here: {'; '.join(facts.differs)}" if facts.differs else "on equal software"
-    sentence = f"the same step was finite in the replay, {why}: nondeterminism, dirty memory or the device's hardware"
-    return Reason("not reproduced", sentence)
+    where = f"in the replay, {why}" if facts.outcome else "once more in place, on the same device"
+    sentence = f"the same step was finite {where}: {_chance(in_place)}"
+    evidence = () if in_place is None else (f"rerun in place, before the dump: {in_place.text}",)
+    return Reason("not reproduced", sentence, evidence)
+
+
+def _chance(in_place: SecondRun | None) -> str:
+    """A step that went bad twice where it ran is no matter of chance."""
+    if in_place is not None and in_place.outcome == "same":
+        return "it went bad twice where it ran, so suspect that device, its software, or code that has changed"
+    return "nondeterminism, dirty memory or the device's hardware"
 
 
 def reduce_overflow(facts: Facts) -> Reason | None:
@@ -123,15 +153,30 @@ def growth(facts: Facts) -> Reason | None:
         return None
     rank = origin.rank if origin.rank in found else min(found)
     name, steps, values = found[rank]
-    if facts.birth is None and values[-1] / values[0] < MIN_TOTAL_UNTRACED:
+    if values[-1] / values[0] < _least_growth(facts, origin):
         return None
     factor = (values[-1] / values[0]) ** (1 / (len(values) - 1))
     where = "on every rank" if len(found) == len(facts.histories) else f"on rank {listed(sorted(found))}"
     sentence = f"growth: {name} grew by a factor of {factor:.2f} per step since step {steps[0]}, {where}"
     evidence = [f"step {step}: {value:.4g}" for step, value in list(zip(steps, values, strict=True))[-6:]]
+    evidence += _learning_rates(facts)
     if facts.birth is not None:
         evidence.append(f"then overflow in {at(facts.birth)}")
     return Reason("growth", sentence, tuple(evidence))
+
+
+def _least_growth(facts: Facts, origin: Site) -> float:
+    if facts.birth is not None:
+        return MIN_TOTAL
+    overflowed = origin.phase is Phase.FORWARD and origin.kind == "inf" and origin.taken_in is None
+    return MIN_TOTAL_OVERFLOWED if overflowed else MIN_TOTAL_UNTRACED
+
+
+def _learning_rates(facts: Facts) -> list[str]:
+    """What most often makes values grow."""
+    rates = [(str(o.get("class")), g["lr"]) for o in facts.optimizers for g in o.get("groups", []) if "lr" in g]
+    shown = [f"{name} with lr={rate:g}" for name, rate in dict.fromkeys(rates) if isinstance(rate, float)]
+    return [f"trained by {listed(shown)}"] if shown else []
 
 
 def growing(history: Mapping[str, np.ndarray[Any, Any]]) -> tuple[str, list[int], list[float]] | None:

@@ -1,0 +1,150 @@
+"""The ways to look for non-finite values whose cost `overhead.py` compares: none, this package's levels, and peers.
+
+Each is set up as its own documentation says, and acts at fixed points of the training loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ddp_nanguard import NanGuard
+from ddp_nanguard.config import GuardConfig
+
+
+class Watch:
+    """Nothing at all; the points of the loop where others act, in order."""
+
+    name = "unguarded"
+    about = ""
+    package = ""
+    settles_in = 0
+    """Steps that it needs to find out what it can afford."""
+
+    def attach(self, model: nn.Module) -> None:
+        """Before the model is compiled and wrapped."""
+
+    def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """After it."""
+
+    def batches(self, items: list[Tensor]) -> Iterable[Tensor]:
+        return items
+
+    def around(self) -> contextlib.AbstractContextManager[Any]:
+        """Of forward and backward."""
+        return contextlib.nullcontext()
+
+    def after_forward(self, loss: Tensor) -> None: ...
+
+    def after_backward(self, model: nn.Module) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Control(Watch):
+    name = "unguarded, again"
+    about = "a second unguarded loop: what the machine's noise makes of a ratio of one"
+
+
+class Guard(Watch):
+    """This package."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        self.name = name
+        self.options = options
+        self.settles_in = 30 if options.get("budget") else 0
+        given = ", ".join(f"{key}={value!r}" for key, value in options.items())
+        self.about = f"`NanGuard(model, optimizer, {given})`" if given else "`NanGuard(model, optimizer)`"
+
+    def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.guard = NanGuard(model, optimizer, dump_dir=None, **self.options)
+
+    def batches(self, items: list[Tensor]) -> Iterable[Tensor]:
+        return self.guard.steps(items)
+
+    def after_forward(self, loss: Tensor) -> None:
+        self.guard.watch(loss=loss)
+
+    def close(self) -> None:
+        self.guard.close()
+
+
+ALL = "all phases"
+_KNOWN = {field.name for field in dataclasses.fields(GuardConfig)}
+EVERYTHING: dict[str, Any] = {"budget": None} if "budget" in _KNOWN else {}
+"""Options under which nothing is left out to save time."""
+
+GUARDS: tuple[Callable[[], Guard], ...] = (
+    partial(Guard, "loss, reduce", watch=("loss", "reduce"), **EVERYTHING),
+    partial(Guard, "loss, reduce, state, optimizer", watch=("loss", "reduce", "state", "optimizer"), **EVERYTHING),
+    partial(Guard, "loss, backward, reduce", watch=("loss", "backward", "reduce"), **EVERYTHING),
+    partial(Guard, ALL, **EVERYTHING),
+    partial(Guard, "all phases, budget=0.02", budget=0.02),
+    partial(Guard, "all phases, deferred", **EVERYTHING, verdict="deferred"),
+)
+
+
+# -- what people use today ---------------------------------------------------------------------------------------------
+
+
+class Anomaly(Watch):
+    name = "detect_anomaly"
+    about = (
+        "`torch.autograd.detect_anomaly()` around forward and backward; Lightning's `Trainer(detect_anomaly=True)` is "
+        "the same context, and the only such check that Lightning 2.6 has"
+    )
+
+    def around(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.autograd.detect_anomaly(check_nan=True)
+
+
+class ModuleHooks(Watch):
+    name = "module hooks"
+    about = "a forward hook on every module: `isnan().any()` of each output tensor, read by the host"
+
+    def attach(self, model: nn.Module) -> None:
+        for module in model.modules():
+            module.register_forward_hook(_raise_on_nan)
+
+
+def _raise_on_nan(module: nn.Module, args: Any, output: Any) -> None:
+    for tensor in tree_leaves(output):
+        if isinstance(tensor, Tensor) and tensor.isnan().any():
+            raise RuntimeError(f"NaN in the output of a {type(module).__name__}")
+
+
+class Concatenated(Watch):
+    name = "gradients concatenated"
+    about = "after the reduce, `torch.isfinite(torch.cat(gradients)).all()`, read by the host"
+
+    def after_backward(self, model: nn.Module) -> None:
+        local = [getattr(p.grad, "_local_tensor", p.grad) for p in model.parameters() if p.grad is not None]
+        if not torch.isfinite(torch.cat([gradient.reshape(-1) for gradient in local])).all():
+            raise RuntimeError("a gradient is not finite")
+
+
+class Overflow(Watch):
+    name = "transformers"
+    about = "`transformers.debug_utils.DebugUnderflowOverflow(model)`"
+    package = "transformers"
+
+    def attach(self, model: nn.Module) -> None:
+        from transformers.debug_utils import DebugUnderflowOverflow
+
+        self.debug = DebugUnderflowOverflow(model)
+
+
+PEERS: tuple[Callable[[], Watch], ...] = (Anomaly, ModuleHooks, Concatenated, Overflow)
+
+
+def is_installed(watch: Watch) -> bool:
+    """Whether the package that a watch needs is there."""
+    return not watch.package or importlib.util.find_spec(watch.package) is not None

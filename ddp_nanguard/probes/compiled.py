@@ -1,0 +1,110 @@
+"""Compiled regions: what hooks leave behind that `torch.compile` has traced into its graph.
+
+[Note: sticky slots]
+Traced code may neither count nor ask a tensor for its version: both would be guarded and compile again in every call.
+So each module inside a compiled region has four places, fixed for the life of the guard, in which the minimum and the
+maximum of all that it took and gave, and of their gradients, pile up; a NaN sticks. Once per micro-batch, outside of
+the graph, they move to the board and are emptied. Which call of a module it was, and in which order modules ran, the
+slots do not know.
+
+Every place has a storage of its own over memory that all share: views of one tensor would make the compiler treat each
+of them as an alias of the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ddp_nanguard.board import Board
+
+What = Literal["taken", "given", "taken gradient", "given gradient"]
+KINDS: tuple[What, ...] = ("taken", "given", "taken gradient", "given gradient")
+
+_REDUCIBLE = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
+
+
+class RegionNote(NamedTuple):
+    """Note of a slot that traced code filled: everything of one kind that a module saw in a micro-batch."""
+
+    layer: str
+    micro_batch: int
+    what: What
+
+
+class Places(NamedTuple):
+    """Where a traced hook writes: values and gradients; float64, shape (2,) each."""
+
+    values: Tensor
+    gradients: Tensor
+
+
+class CompiledRegions:
+    """The slots of modules that run inside compiled code.
+
+    Args:
+        layers: clean names of these modules.
+        device: where they compute.
+
+    Memory: 64 bytes per module on the device.
+    """
+
+    def __init__(self, layers: list[str], device: torch.device) -> None:
+        self.layers = layers
+        self._empty = torch.tensor([math.inf, -math.inf], dtype=torch.float64, device=device).repeat(len(layers), 4, 1)
+        self._values = self._empty.clone()
+        self._places = [[_own_storage(place) for place in row] for row in self._values]
+        self._index = {layer: index for index, layer in enumerate(layers)}
+
+    def before(self, layer: str) -> Places:
+        """For the hook before a module."""
+        taken, _, gradient, _ = self._places[self._index[layer]]
+        return Places(taken, gradient)
+
+    def after(self, layer: str) -> Places:
+        """For the hook after a module."""
+        _, given, _, gradient = self._places[self._index[layer]]
+        return Places(given, gradient)
+
+    def move_to(self, board: Board, micro_batch: int) -> None:
+        """The micro-batch has ended: its slots to the board, empty ones instead. Two kernels, no host read."""
+        notes = [RegionNote(layer, micro_batch, what) for layer in self.layers for what in KINDS]
+        board.fill(self._values.view(-1, 2), notes)
+        self._values.copy_(self._empty)
+
+
+def _own_storage(place: Tensor) -> Tensor:
+    own: Tensor = torch.utils.dlpack.from_dlpack(place)
+    torch._dynamo.mark_static_address(own, guard=False)  # captured graphs then write to it without a copy
+    return own
+
+
+# -- what is traced -----------------------------------------------------------------------------------------------
+
+
+def stick(places: Places, value: Any) -> None:
+    """Traced: minimum and maximum of every floating tensor in a container, and of its gradient."""
+    if isinstance(value, Tensor):
+        if value.dtype in _REDUCIBLE and value.numel() > 0:
+            _stick(places.values, value)
+            if value.requires_grad:
+                value.register_hook(_sticker(places.gradients))  # type: ignore[no-untyped-call]  # torch's own
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            stick(places, item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            stick(places, item)
+
+
+def _sticker(place: Tensor) -> Callable[[Tensor], None]:
+    return lambda gradient: _stick(place, gradient)
+
+
+def _stick(place: Tensor, value: Tensor) -> None:
+    low, high = torch.aminmax(value.detach())
+    place.copy_(torch.stack((torch.minimum(place[0], low), torch.maximum(place[1], high))))

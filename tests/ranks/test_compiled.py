@@ -1,0 +1,227 @@
+"""Inside compiled code: every layer is named, nothing is compiled again, and the model trains to the same bits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_nanguard import NanGuard, NonFiniteError
+from tests.ranks import run_ranks
+
+WIDTH, ACCUMULATION, STEPS = 8, 3, 17
+GATE, CODE, STEEP, STEEP_CODE = range(4)
+EXPECTED = {
+    GATE: ("forward", "blocks.1.gate", False),
+    CODE: ("forward", "blocks.1", True),
+    STEEP: ("backward", "blocks.1.steep", False),
+    STEEP_CODE: ("backward", "blocks.1", True),
+}
+PLANTED = {3: GATE, 6: CODE, 9: STEEP, 12: STEEP_CODE}
+"""Step and place; the last four steps are clean."""
+
+
+def steep(values: Tensor, flag: Tensor) -> Tensor:
+    """The values, and a derivative of 0 * inf where the flag is zero."""
+    return values + torch.sqrt(values * 0 + flag) * 0
+
+
+class Gate(nn.Module):
+    def forward(self, values: Tensor, flag: Tensor) -> Tensor:
+        return values / flag
+
+
+class Steep(nn.Module):
+    def forward(self, values: Tensor, flag: Tensor) -> Tensor:
+        return steep(values, flag)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.act, self.gate, self.steep = nn.Tanh(), Gate(), Steep()
+
+    def forward(self, values: Tensor, flags: Tensor) -> dict[str, Tensor]:
+        hidden = self.act(self.inner(values))
+        hidden = self.gate(self.act(hidden + 0.5) + 1, flags[GATE])  # one module, called twice
+        hidden = self.steep(hidden, flags[STEEP]) / flags[CODE]
+        hidden.mul_(2)
+        hidden = steep(hidden, flags[STEEP_CODE])
+        return {"values": values + self.outer(hidden)}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, values: Tensor, flags: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            values = block(values, flags if index == 1 else torch.ones_like(flags))["values"]
+        return self.head(values)
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    return torch.compile(module, backend="aot_eager", fullgraph=True)  # type: ignore[return-value]
+
+
+def in_place(net: Net) -> Net:
+    net.compile(backend="aot_eager", fullgraph=True)
+    return net
+
+
+def by_block(net: Net) -> Net:
+    for block in net.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    return net
+
+
+def wrapped_blocks(net: Net) -> Net:
+    net.blocks = nn.ModuleList(compiled(block) for block in net.blocks)
+    return net
+
+
+def sharded(net: Net) -> nn.Module:
+    for block in net.blocks:
+        fully_shard(block)
+    return fully_shard(net)
+
+
+def broken(module: nn.Module) -> nn.Module:
+    """What wrappers do breaks the graph, guard or not."""
+    return torch.compile(module, backend="aot_eager")  # type: ignore[return-value]
+
+
+SETUPS: dict[str, Callable[[Net], nn.Module]] = {
+    "compiled, then DDP": lambda net: DistributedDataParallel(compiled(net)),
+    "DDP, then compiled": lambda net: broken(DistributedDataParallel(net)),
+    "compiled in place": in_place,
+    "blocks in place, then DDP": lambda net: DistributedDataParallel(by_block(net)),
+    "blocks": wrapped_blocks,
+    "blocks in place, then FSDP2": lambda net: sharded(by_block(net)),
+    "FSDP2, then compiled": lambda net: broken(sharded(net)),
+}
+
+
+LATE = "blocks in place, then DDP"
+"""Compiled once the guard is there: compiled before, it goes the way of the FSDP2 setup."""
+
+
+def batch_of(rank: int, step: int, index: int, plants: bool) -> tuple[Tensor, Tensor]:
+    values = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + 10 * index + rank))
+    flags = torch.ones(4)
+    if plants and rank == 1 and index == 1 and step in PLANTED:
+        flags[PLANTED[step]] = 0.0
+    return values, flags
+
+
+def counted() -> dict[str, Any]:
+    counters = torch._dynamo.utils.counters
+    return {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
+
+
+def trained(rank: int, setup: str, guarded: bool, late: bool = False, plants: bool = True) -> Any:
+    """Weights, counts after the second and the last step, and what each fault was put down to."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    if late:  # the guard is there before anything is compiled
+        net = Net()
+        model: nn.Module = DistributedDataParallel(net)
+    else:
+        model = SETUPS[setup](Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    guard = NanGuard(model, optimizer, dump_dir=None) if guarded else None
+    if late:
+        by_block(net)
+    counts, found = [], []
+    for step in range(STEPS):
+        batches = [batch_of(rank, step, index, guarded and plants) for index in range(ACCUMULATION)]
+        for values, flags in guard.steps(batches) if guard is not None else batches:
+            loss = model(values, flags).pow(2).mean()
+            if guard is not None:
+                guard.watch(loss=loss)
+            loss.backward()
+        try:
+            if guarded or not plants or step not in PLANTED:
+                optimizer.step()
+        except NonFiniteError as error:
+            origin = error.report.origin
+            assert origin is not None
+            site = (str(origin.phase), origin.layer, origin.between is not None)
+            found.append((step, origin.rank, origin.micro_batch, *site, error.report.unchecked, str(error)))
+        optimizer.zero_grad()
+        if step == 4:
+            with torch.no_grad():
+                model(values, torch.ones(4))
+        if step in (5, STEPS - 1):
+            counts.append(counted())
+    weights = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
+    weights = [p.detach().clone() for p in weights]
+    if guard is not None:
+        guard.close()
+    return weights, counts, found
+
+
+def _both(rank: int, world_size: int, setup: str, late: bool) -> Any:
+    plain, plain_counts, _ = trained(rank, setup, guarded=False)
+    weights, counts, found = trained(rank, setup, guarded=True, late=late)
+    same = all(torch.equal(mine, other) for mine, other in zip(plain, weights, strict=True))
+    return same, plain_counts, counts, found
+
+
+@pytest.mark.parametrize(
+    ("setup", "late"),
+    [*((setup, False) for setup in SETUPS if setup != LATE), (LATE, True)],
+)
+def test_every_layer_is_named_and_nothing_is_compiled_again(setup: str, late: bool) -> None:
+    for same, plain, counts, found in run_ranks(_both, setup=setup, late=late, timeout_s=100):
+        assert [entry[:6] for entry in found] == [(step, 1, 1, *EXPECTED[place]) for step, place in PLANTED.items()]
+        assert all(unchecked == () for *_, unchecked, _ in found)
+        assert counts[0] == counts[1], "something was compiled after the sixth step"
+        assert counts[1]["breaks"] == plain[1]["breaks"]
+        assert same, "guarded and unguarded weights differ"
+
+
+def _compiled_before(rank: int, world_size: int) -> Any:
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ddp_nanguard").addHandler(handler)
+    model = DistributedDataParallel(compiled(Net()))
+    values, flags = batch_of(rank, 0, 0, plants=False)
+    model(values, flags).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    optimizer.zero_grad()
+    guard = NanGuard(model, optimizer, dump_dir=None)
+    error: NonFiniteError | None = None
+    for step in range(4):
+        for values, flags in guard.steps([batch_of(rank, step, 1, plants=True)]):
+            loss = model(values, flags).pow(2).mean()
+            guard.watch(loss=loss)
+            loss.backward()
+            try:
+                optimizer.step()
+            except NonFiniteError as caught:
+                error = caught
+            optimizer.zero_grad()
+    assert error is not None and error.report.origin is not None
+    said = [line for line in logged if "no hook runs" in line]
+    return said, str(error.report.origin.phase), error.report.origin.layer, error.report.unchecked
+
+
+def test_code_that_was_compiled_before_the_guard_is_said_to_be_unchecked() -> None:
+    """The compiler does not look at hooks again."""
+    for said, phase, layer, unchecked in run_ranks(_compiled_before, timeout_s=60):
+        assert len(said) == 1 and said[0].startswith("no hook runs in 13 modules of compiled code (blocks.0, blocks.0.act, ")
+        assert (phase, layer) == ("forward", "")  # the hooks of what is compiled run outside of it
+        assert unchecked[0].startswith("13 modules whose hooks did not fire")

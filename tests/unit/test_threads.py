@@ -1,0 +1,54 @@
+"""Files in a few threads: in order, the first error, and without threads where there are none to be had."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from ddp_nanguard.dump import threads
+from ddp_nanguard.dump.threads import NUM_THREADS, in_threads
+
+
+def test_results_are_in_order_and_several_run_at_once() -> None:
+    together = threading.Barrier(NUM_THREADS, timeout=5)
+
+    def act(index: int) -> int:
+        together.wait()
+        time.sleep(0.001 * (NUM_THREADS - index))
+        return index
+
+    assert in_threads(act, range(NUM_THREADS)) == list(range(NUM_THREADS))
+
+
+def test_the_first_error_is_raised_and_the_rest_is_left() -> None:
+    begun: list[int] = []
+    failed = threading.Event()
+
+    def act(index: int) -> None:
+        begun.append(index)
+        if index == 1:
+            failed.set()
+            raise OSError(f"number {index}")
+        failed.wait(5)
+        time.sleep(0.02)
+
+    with pytest.raises(OSError, match="number 1"):
+        in_threads(act, range(100))
+    assert len(begun) < 100
+
+
+def test_at_the_end_of_the_interpreter_it_goes_on_without_threads() -> None:
+    code = f"""
+import atexit, importlib.util
+spec = importlib.util.spec_from_file_location("threads", {threads.__file__!r})
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+module.in_threads(str, [0])
+atexit.register(lambda: print(module.in_threads(str, range(9))))
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=True)
+    assert ended.stdout.strip() == str([str(index) for index in range(9)])
