@@ -18,9 +18,7 @@ SAMPLE = "D19 the phase of silence"
 """The case whose fault is shown in every tool's words: all of them see it in time."""
 
 REMARKS = {
-    "F06 a bad running average": "its text names ema.0.weight of the registered module, its report the model's root",
     "G05 an infinite loss, by default": '`on_loss="warn"` makes it quiet',
-    "J05 compiled, then DDP": "layers inside a compiled region are not looked at in forward, and it says so",
 }
 """Case -> what is to be said of a wrong answer of ddp_nanguard there."""
 

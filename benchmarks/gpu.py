@@ -28,14 +28,14 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch  # noqa: E402  # after the path of this repository
-import torch.distributed as dist  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch.nn.parallel import DistributedDataParallel  # noqa: E402
-from torch.profiler import ProfilerActivity, profile  # noqa: E402
+import torch  # after the path of this repository
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
 
-from ddp_nanguard import NanGuard  # noqa: E402
+from ddp_nanguard import NanGuard
 
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 TO_HOST = "Memcpy DtoH"
@@ -170,7 +170,8 @@ class Bench:
     def way(self, way: str) -> dict[str, Any]:
         """Every kind of verdict against the unguarded loop, compiled or captured alike."""
         torch._dynamo.reset()
-        torch._dynamo.config.recompile_limit = 64  # every loop compiles the same code for a model of its own
+        torch._dynamo.config.recompile_limit = 64  # every loop has a model of its own, of the same code
+        torch._dynamo.config.skip_nnmodule_hook_guards = False  # else one without hooks lends its graph to all
         plain = Loop(self.size, self.device, way, None)
         self._warm_up(plain)
         rows = {name: self._against(plain, way, options) for name, options in verdicts().items()}
@@ -231,7 +232,7 @@ class Bench:
             found[name] = torch.cuda.max_memory_allocated(self.device) - before
         return found
 
-    # -- what the host waits for -----------------------------------------------------------------------------------------
+    # -- what the host waits for ---------------------------------------------------------------------------------------
 
     def waits(self, loop: Loop) -> dict[str, int]:
         """Calls in one step in which the host waits for the device, and copies to the host, by name."""
@@ -250,7 +251,7 @@ class Bench:
         reads = events["aten::_local_scalar_dense"] + events["aten::item"] * (self.device.type != "cuda")
         return {**{name: count for name, count in waits.items() if count}, TO_HOST: copies, "scalar reads": reads}
 
-    # -- bytes per second ------------------------------------------------------------------------------------------------
+    # -- bytes per second ----------------------------------------------------------------------------------------------
 
     def bandwidth(self) -> list[dict[str, Any]]:
         """A probe of one tensor against a copy of it, which reads and writes, so that a probe may reach twice that."""

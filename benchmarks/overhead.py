@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import logging
 import os
 import statistics
 import sys
@@ -76,11 +77,29 @@ class Extent:
     peers: bool
 
 
+class Remarks(logging.Handler):
+    """What the guard warns of: figures of a guard whose hooks do not run in compiled code would be worth nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._texts: list[str] = []
+        logging.getLogger("ddp_nanguard").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._texts.append(record.getMessage())
+
+    def taken(self) -> list[str]:
+        logging.getLogger("ddp_nanguard").removeHandler(self)
+        return list(dict.fromkeys(self._texts))
+
+
 def measure(case: Case, extent: Extent) -> dict[str, Any]:
     """All columns of one case. Collective: as the training steps, and a few of its own between them."""
     before = load()
+    remarks = Remarks()
     torch._dynamo.reset()
-    torch._dynamo.config.recompile_limit = 64  # every column compiles the same code for a model of its own
+    torch._dynamo.config.recompile_limit = 64  # every loop has a model of its own, of the same code
+    torch._dynamo.config.skip_nnmodule_hook_guards = False  # else one without hooks lends its graph to all
     plain = Loop(case, Watch())
     guards, missing = _built(case, [Control, *GUARDS])
     others, not_installed = _built(case, PEERS if extent.peers and not case.compiled else [])
@@ -98,6 +117,7 @@ def measure(case: Case, extent: Extent) -> dict[str, Any]:
         "load": [before, load()],
         "recompilations": _graphs() - graphs,
         "graph_breaks": breaks,
+        "remarks": remarks.taken(),
         "columns": rows,
     }
 
@@ -188,8 +208,11 @@ def table(rows: list[dict[str, Any]]) -> str:
     for case in rows:
         loads = " to ".join(map(str, case["load"]))
         compiled = f", {case['recompilations']} recompilations, {case['graph_breaks']} graph breaks"
-        lines.append(f"{case['case']}: {case['unguarded_ms']:.2f} ms, load {loads}{compiled if case['compiled'] else ''}")
+        lines.append(
+            f"{case['case']}: {case['unguarded_ms']:.2f} ms, load {loads}{compiled if case['compiled'] else ''}"
+        )
         lines += [_line(column) for column in case["columns"]]
+        lines += [f"  WARNING {text}" for text in case["remarks"]]
         if "limit" in case:
             lines.append("  " + limit.described(case["limit"]))
     return "\n".join(lines)

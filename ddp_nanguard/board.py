@@ -11,7 +11,7 @@ import enum
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from .scan import dense_parts, is_plain
 
 _FIRST_CAPACITY = 64
 _aminmax = torch.aminmax
+_T = TypeVar("_T")
 
 
 class Region(enum.IntEnum):
@@ -128,6 +129,14 @@ def _slot_views(values: Tensor) -> list[tuple[Tensor, Tensor]]:
     return [(row[0], row[1]) for row in values.unbind()]
 
 
+class Meter(Protocol):
+    """Times what it runs."""
+
+    def run(self, probe: Callable[..., _T], *args: Any) -> _T:
+        """Run a probe and add its time."""
+        ...
+
+
 @dataclass(frozen=True)
 class PastStep:
     """Slots of a step with a clean verdict, still on the device."""
@@ -146,6 +155,7 @@ class Board:
     """All slots of the window now open, and those of the last ``history`` clean steps.
 
     Attributes:
+        meter: times the probes in a step that is measured, see `probes.budget`.
         resolve: makes readings like the others of those that compiled code left, see `probes.compiled`.
 
     Memory: 2 values per slot and step, on the device where the probed tensor lives.
@@ -154,6 +164,7 @@ class Board:
     def __init__(self, history: int) -> None:
         self._pages: dict[object, Page] = {}
         self.resolve: Callable[[list[Reading]], list[Reading]] = _as_they_are
+        self.meter: Meter | None = None
         self._order = 0
         self._history = history
         self._turn = 0

@@ -112,6 +112,11 @@ def unchecked(parts: Parts) -> list[str]:
     found = sorted(parts.forward.unchecked)
     if parts.forward.skipped:
         found.append(f"{_modules(parts.forward.skipped)} of skip_types: {_shown(parts.forward.skipped)}")
+    if parts.forward.thinned_out():
+        found.append(
+            f"{_modules(parts.forward.thinned_out())} left out to keep within the budget (watched: {parts.budget.level}); "
+            "replay --trace finds the operator"
+        )
     if parts.window.micro_batches:
         silent = parts.forward.silent_modules()
         if silent:
@@ -133,8 +138,8 @@ def _traced(readings: list[Reading]) -> set[str]:
 def unheard(layers: list[str]) -> str:
     """What is said of modules in compiled code whose hooks do not run."""
     return (
-        f"no hook runs in {_modules(layers)} of compiled code ({_shown(layers)}): either it was compiled before the "
-        "guard was made (make the guard before the first call), or not called; a fault in there is not put down to a layer"
+        f"no hook runs in {_modules(layers)} of compiled code ({_shown(layers)}): it was compiled before the guard was "
+        "made (make the guard before the first call), or is not called; a fault in there is not put down to a layer"
     )
 
 

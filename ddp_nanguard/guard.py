@@ -11,7 +11,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from .blame import LossNote
 from .board import Region
 from .ending import Distress, leave, unwatch_exit, watch_exit
 from .errors import NonFiniteError
+from .fault import traced_layers, unheard
 from .loop import (
     AfterStepHook,
     BeforeStepHook,
@@ -34,12 +35,12 @@ from .loop import (
     named_losses,
 )
 from .message import log_line
-from .fault import traced_layers, unheard
 from .parts import build_parts
 from .policy import FaultPolicy
 from .verdict import Severities, Severity
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 PATIENCE_S = 1.0
 """How long a rank whose own code raised, with fine values, listens for a peer that may have fallen first."""
@@ -128,7 +129,7 @@ class NanGuard:
         if not self._is_watching() or not torch.is_grad_enabled():
             return
         for name, value in named_losses(losses):
-            self._watch_loss(name, value)
+            self._timed(self._watch_loss, name, value)
 
     def check(self) -> bool:
         """The verdict now, for engines that own the step, and before saving a checkpoint. Once per window.
@@ -177,7 +178,7 @@ class NanGuard:
         """1. The loader has produced an item. The same, unless a fault is planted in it (`testing`)."""
         self._follow_compilation()
         self._batch, self._has_batch = testing.spoilt_batch(self, self._parts, batch), True
-        self._open_micro_batch(self._batch)
+        self._timed(self._open_micro_batch, self._batch)
         return self._batch
 
     def _before_call(self) -> None:
@@ -232,7 +233,7 @@ class NanGuard:
         """The output of a root that runs inside compiled code is looked at here."""
         parts = self._parts
         if parts.root_is_traced and torch.is_grad_enabled() and {"forward", "backward"} & set(self._config.watch):
-            parts.forward.see_root_output(output)
+            self._timed(parts.forward.see_root_output, output)
 
     def _needs_micro_batch(self) -> bool:
         parts = self._parts
@@ -254,6 +255,9 @@ class NanGuard:
         micro_batch.losses[name] = value.detach()
         if "loss" in self._config.watch:
             parts.board.reduce(Region.LOSS, value, LossNote(name, micro_batch.index))
+
+    def _at_end_of_backward(self) -> None:
+        self._timed(self._after_backward)
 
     def _after_backward(self) -> None:
         """5. A backward pass has ended, the wrapper's communication included."""
@@ -292,9 +296,9 @@ class NanGuard:
 
     def _judge_outside_inference(self, is_step: bool) -> bool:
         parts = self._parts
-        parts.see_before_verdict(self._step)
-        severity = self._severities.severity(self._known_to_host())
-        severity_of_all, any_backward = parts.peers.verdict(severity, parts.backward.ran_since_verdict)
+        severity = self._timed(self._own_severity)
+        share = parts.budget.parts_per_million() if parts.backward.ran_since_verdict else 0
+        severity_of_all, any_backward, share = parts.peers.verdict(severity, parts.backward.ran_since_verdict, share)
         self._last_update_judged = True
         if severity_of_all is Severity.CLEAN and not (is_step or any_backward):
             return True
@@ -309,7 +313,17 @@ class NanGuard:
         finally:
             self._close_window()
         self._step += 1
+        parts.budget.next_step(share)
         return self._go_on
+
+    def _own_severity(self) -> Tensor:
+        self._parts.see_before_verdict(self._step)
+        return self._severities.severity(self._known_to_host())
+
+    def _timed(self, probe: Callable[..., _T], *args: Any) -> _T:
+        """Probes are timed in the few steps that `Budget` measures."""
+        meter = self._parts.board.meter
+        return probe(*args) if meter is None else meter.run(probe, *args)
 
     def _check_regions(self) -> None:
         """Once: did the hooks in compiled code run? Host sync: one per page of slots, in the first step alone."""
@@ -325,7 +339,7 @@ class NanGuard:
         """8. The weights have changed; what they are now rides with the next verdict."""
         if self._go_on and "optimizer" in self._config.watch:
             with torch.no_grad():
-                self._parts.state.see_update(optimizer)
+                self._timed(self._parts.state.see_update, optimizer)
             self._last_update_judged = False
 
     def _close_window(self) -> None:
@@ -359,7 +373,7 @@ class NanGuard:
         has_scaler = parts.scaler is not None
         self._severities = Severities(parts.board, parts.device, has_scaler, self._config.grad_norm_warn)
         self._policy = FaultPolicy(parts)
-        parts.backward.on_end = self._after_backward
+        parts.backward.on_end = self._at_end_of_backward
         parts.forward.on_root = self._before_root
         parts.forward.on_idle = parts.disarm
         parts.follow_compilation()

@@ -17,6 +17,7 @@ from .board import Board
 from .config import GuardConfig
 from .given import Given, checked, guarded, require_fitting_group
 from .probes.backward import BackwardProbe
+from .probes.budget import Budget
 from .probes.calls import Call
 from .probes.forward import ForwardProbe
 from .probes.gradient import GradientProbe
@@ -41,6 +42,7 @@ class Parts:
     board: Board
     backward: BackwardProbe
     forward: ForwardProbe
+    budget: Budget
     gradient: GradientProbe
     local_gradients: GradientWatch | None
     state: StateProbe
@@ -162,6 +164,7 @@ class Parts:
                 raise ValueError(f"register({name}=...): the name is taken; give another one")
             if isinstance(thing, nn.Module):
                 self.state.registered[name] = thing
+                self.module_names |= {f"{name}.{path}" if path else name for path, _ in thing.named_modules()}
             elif isinstance(thing, torch.Generator) or type(thing).__module__.startswith("numpy.random"):
                 self.window.generators[name] = thing
             elif not hasattr(thing, "state_dict"):
@@ -261,6 +264,7 @@ def _composed(
     board = Board(config.history)
     board.resolve = resolved
     backward = BackwardProbe(board, probes_activations="backward" in config.watch)
+    forward = ForwardProbe(modules, board, backward, config.skip_types)
 
     def ignored(name: str) -> bool:
         return is_ignored(name, config.ignore)
@@ -277,7 +281,8 @@ def _composed(
         optimizers=given.optimizers,
         board=board,
         backward=backward,
-        forward=ForwardProbe(modules, board, backward, config.skip_types),
+        forward=forward,
+        budget=Budget(config.budget if config.enabled else None, forward, device),
         gradient=gradient,
         local_gradients=_unarmed(wrapper, gradient) if watches_gradients else None,
         state=StateProbe(board, parameters, named_buffers, given.optimizers, wrapper.local, ignored),

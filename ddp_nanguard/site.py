@@ -141,9 +141,13 @@ class Site:
         )
 
     def same_place(self, other: Site) -> bool:
-        """Whether both name the same phase, layer, call, slot and micro-batch (rank and step aside)."""
-        mine = (self.phase, self.layer, self.call, self.slot, self.micro_batch, self.kind)
-        return mine == (other.phase, other.layer, other.call, other.slot, other.micro_batch, other.kind)
+        """Whether both name the same phase, layer, call, slot and micro-batch (rank and step aside).
+
+        Which call it was is not known in compiled code, and then does not count.
+        """
+        mine = (self.phase, self.layer, self.slot, self.micro_batch, self.kind)
+        same_call = self.call == other.call or None in (self.call, other.call)
+        return same_call and mine == (other.phase, other.layer, other.slot, other.micro_batch, other.kind)
 
 
 @dataclass(frozen=True)

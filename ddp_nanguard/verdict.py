@@ -28,6 +28,7 @@ from .site import MAX_RANKS_LISTED, MAX_SITES, Site
 NORM_OVERFLOWS_AT = 1.8e19
 """The square of an element beyond this is infinite in float32."""
 _NO_KEY = (1 << 63) - 1
+_SHARE_BITS = 31
 _SITE_BYTES = 1024
 _NAME_BYTES = 256
 _OPTION_BYTES = 8192
@@ -104,21 +105,23 @@ class Peers:
             limit = timedelta(seconds=self.timeout_s if timeout_s is None else timeout_s)
             dist.distributed_c10d._set_pg_timeout(limit, self.fault_group)
 
-    def verdict(self, severity: Tensor, ran_backward: bool) -> tuple[Severity, bool]:
-        """The largest severity over all ranks, and whether any of them has run a backward since the last verdict.
+    def verdict(self, severity: Tensor, ran_backward: bool, share_ppm: int = 0) -> tuple[Severity, bool, int]:
+        """The largest severity over all ranks, whether any of them has run a backward, and the largest share.
 
         Args:
             severity: int64, shape (), on any device.
-            ran_backward: whether this rank has.
+            ran_backward: whether this rank has, since the last verdict.
+            share_ppm: what the probes cost here, below 2**31; see `probes.budget`.
 
         Collective: one MAX all-reduce of 16 bytes over ``group``; every rank must call it. Host sync: one read.
         """
         if not self.connected:
-            return Severity(int(severity)), ran_backward
-        words = torch.stack((severity, torch.full_like(severity, ran_backward))).to(self.device)
+            return Severity(int(severity)), ran_backward, share_ppm
+        said = int(ran_backward) << _SHARE_BITS | share_ppm
+        words = torch.stack((severity, torch.full_like(severity, said))).to(self.device)
         dist.all_reduce(words, op=dist.ReduceOp.MAX, group=self.group)
-        worst, any_backward = words.tolist()
-        return Severity(worst), bool(any_backward)
+        worst, most = words.tolist()
+        return Severity(worst), bool(most >> _SHARE_BITS), most & ((1 << _SHARE_BITS) - 1)
 
     def alone(self) -> Peers:
         """The same rank without any peer, for the view of a rank whose peers do not answer."""

@@ -109,7 +109,8 @@ class _BackwardBlame:
 
     def _guilty_consumers(self, sighting: Sighting) -> list[Call]:
         """Innermost calls that took the tensor, did not give it on, and whose output gradients were all clean."""
-        guilty = [call for call in sighting.consumers if self._got_clean_gradients(call, sighting)]
+        consumers = {id(call): call for call in sighting.consumers}.values()  # one that runs again takes it again
+        guilty = [call for call in consumers if self._got_clean_gradients(call, sighting)]
         outer = {id(ancestor) for call in guilty for ancestor in call.ancestors()}
         return [call for call in guilty if id(call) not in outer]
 

@@ -138,7 +138,8 @@ class _Region:
         if parent is None:
             return None
         for sibling in parent.children:
-            if sibling is not call and self._is_bad(sibling.layer, "given") and not self._is_bad(sibling.layer, "taken"):
+            began = self._is_bad(sibling.layer, "given") and not self._is_bad(sibling.layer, "taken")
+            if began and sibling is not call:
                 return self._output(sibling)
             outside = [output for output in sibling.outputs if id(output) in self._bad_outside]
             if outside:

@@ -64,7 +64,8 @@ def _forward_site(
             between = Between(None, "batch", call.layer)
         else:
             place = call.parent
-            between = Between(place.layer, _clean_child_before(place, call, kinds), call.layer if call.is_ordered else None)
+            before = call.layer if call.is_ordered else None
+            between = Between(place.layer, _clean_child_before(place, call, kinds), before)
     elif call.children and taken in (None, "unchecked"):
         taken = None
         between = Between(call.layer, _clean_child_before(call, None, kinds), None)

@@ -80,7 +80,11 @@ class GradientHook:
         probe = self.probe
         if probe is not None and not probe.is_closed():
             probe.enter()
-            probe.board.reduce(Region.EVIDENCE, gradient, self)
+            meter = probe.board.meter
+            if meter is None:
+                probe.board.reduce(Region.EVIDENCE, gradient, self)
+            else:
+                meter.run(probe.board.reduce, Region.EVIDENCE, gradient, self)
 
     @property
     def call(self) -> Call:

@@ -107,4 +107,5 @@ def _sticker(place: Tensor) -> Callable[[Tensor], None]:
 
 def _stick(place: Tensor, value: Tensor) -> None:
     low, high = torch.aminmax(value.detach())
-    place.copy_(torch.stack((torch.minimum(place[0], low), torch.maximum(place[1], high))))
+    both = torch.stack((torch.minimum(place[0], low), torch.maximum(place[1], high)))
+    place.data.copy_(both)  # checkpointing takes the place for an input and minds its version

@@ -6,7 +6,7 @@ for backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -45,6 +45,8 @@ class ForwardProbe:
         self.without_forward = {name for name, _ in modules} - self.have_forward
         self.skipped = [name for name, module in modules if type(module).__name__ in skip_types]
         self.regions: CompiledRegions | None = None
+        self._layers: Container[str] = {name for name, _ in self.modules}
+        self._gradient_layers: Container[str] = self._layers
         self._recomputation = Recomputation(backward)
         self.traced_layers: set[str] = set()
         self._traced: set[str] = set()
@@ -62,7 +64,7 @@ class ForwardProbe:
         for name, module in self.modules:
             if isinstance(module, torch.jit.ScriptModule):
                 self.unchecked.add(name)
-            elif name not in self._traced and name not in self._handles:
+            elif name in self._layers and name not in self._traced and name not in self._handles:
                 before, after = _BeforeHook(self, name), _AfterHook(self, name)
                 self._handles[name] = (
                     module.register_forward_pre_hook(before, with_kwargs=True),
@@ -125,6 +127,17 @@ class ForwardProbe:
         for tensor in _tensors(output):
             self._give(call, tensor, Region.OUTPUT)
 
+    def watch_only(self, layers: Container[str], gradient_layers: Container[str]) -> None:
+        """Fewer modules, and hooks on tensors of fewer still. What compiled code has taken up stays."""
+        self._layers, self._gradient_layers = layers, gradient_layers
+        for name in [name for name in self._handles if name not in layers]:
+            self._take_off(name)
+
+    def thinned_out(self) -> list[str]:
+        """Modules that carry no hooks because `watch_only` said so."""
+        out = [name for name, _ in self.modules if name not in self._layers and name not in self._traced]
+        return [name for name in out if name in self.have_forward]
+
     def begin_micro_batch(self, index: int) -> None:
         """Calls count from 1 again. Tensors of earlier micro-batches are no longer taken for seen."""
         self._micro_batch = index
@@ -144,12 +157,12 @@ class ForwardProbe:
 
     def silent_modules(self) -> list[str]:
         """Watched modules that no hook saw in the window: not run, scripted, or compiled without the hooks."""
-        ran = {call.layer for call in self.calls} | self.traced_layers
+        ran = {call.layer for call in self.calls} | self.traced_layers | set(self.thinned_out())
         return [name for name, _ in self.modules if name not in ran and name in self.have_forward]
 
     # -- what the hooks do ---------------------------------------------------------------------------------------------
 
-    def before(self, layer: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(self, layer: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
         """A module is about to run."""
         if in_backward():
             self._recomputation.before(layer, self.calls, _tensors((args, kwargs)))
@@ -193,7 +206,7 @@ class ForwardProbe:
         seen = self._seen.get(id(tensor))
         if seen is None or not seen.is_still(tensor):
             seen = self._sight(call, tensor, "input", Region.EVIDENCE)
-        self._watch_late(seen, tensor)
+        self._watch_gradient(seen, tensor, call)
         seen.consumers.append(call)
         call.inputs.append(seen)
 
@@ -203,7 +216,7 @@ class ForwardProbe:
             seen = self._sight(call, tensor, "output", region)
         elif region is Region.OUTPUT:
             self.board.reduce(region, tensor, seen)  # a child's output: the verdict reads those of the root apart
-        self._watch_late(seen, tensor)
+        self._watch_gradient(seen, tensor, call)
         call.outputs.append(seen)
 
     def _look_at_changed_inputs(self, call: Call) -> None:
@@ -218,15 +231,13 @@ class ForwardProbe:
         sighting.order = self.board.reduce(region, tensor, sighting)
         if sighting.order is None:
             self.unchecked.add(f"{slot} of {call.layer or '(root)'}: {tensor.dtype} {type(tensor).__name__}")
-        if tensor.grad_fn is not None:
-            call.had_graph = call.had_graph or slot == "output"
-            sighting.is_watched = True
-            self.backward.watch(tensor, sighting)
+        if tensor.grad_fn is not None and slot == "output":
+            call.had_graph = True
         return sighting
 
-    def _watch_late(self, sighting: Sighting, tensor: Tensor) -> None:
-        """What reentrant checkpointing returns is what its block gave, with a graph put on afterwards."""
-        if not sighting.is_watched and tensor.grad_fn is not None:
+    def _watch_gradient(self, sighting: Sighting, tensor: Tensor, call: Call) -> None:
+        """Once per tensor; what reentrant checkpointing returns is what its block gave, with a graph put on later."""
+        if not sighting.is_watched and tensor.grad_fn is not None and call.layer in self._gradient_layers:
             sighting.is_watched = True
             self.backward.watch(tensor, sighting)
 
@@ -261,8 +272,13 @@ class _BeforeHook(_ModuleHook):
                 stick(self.places, args)
             return
         probe = self.target()
-        if probe is not None:
-            probe.before(self.layer, args, kwargs or {})
+        if probe is None:
+            return
+        meter = probe.board.meter
+        if meter is None:
+            probe.before(self.layer, args, kwargs)
+        else:
+            meter.run(probe.before, self.layer, args, kwargs)
 
 
 class _AfterHook(_ModuleHook):
@@ -274,8 +290,13 @@ class _AfterHook(_ModuleHook):
                 stick(self.places, output)
             return
         probe = self.target()
-        if probe is not None:
+        if probe is None:
+            return
+        meter = probe.board.meter
+        if meter is None:
             probe.after(self.layer, output)
+        else:
+            meter.run(probe.after, self.layer, output)
 
 
 class _EdgeBeforeHook(_BeforeHook):

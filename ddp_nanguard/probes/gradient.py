@@ -62,6 +62,13 @@ class GradientProbe:
 
     def see_local(self, name: str, gradient: Tensor) -> None:
         """Backward gave a rank-local gradient. Called in every micro-batch, before any communication."""
+        meter = self.board.meter
+        if meter is None:
+            self._see_local(name, gradient)
+        else:
+            meter.run(self._see_local, name, gradient)
+
+    def _see_local(self, name: str, gradient: Tensor) -> None:
         self.backward.enter()
         note = self._note(name)
         if note is not None:

@@ -198,6 +198,8 @@ def _compare_slots(dump: Dump, rank: int, again: Rerun, alone: bool, result: Res
             continue  # a watched name that the recipe does not give: said in a note
         if label.startswith("backward|None|") and label not in again.slots:
             continue  # a gradient as the loop had changed it since the backward: clipped, unscaled
+        if kind in ("forward", "backward") and label.split("|")[3:4] == ["None"]:
+            continue  # what compiled code left: all calls of a module in one
         if alone and (kind == "reduce" or (reduced and label.rsplit("|", 1)[0].endswith("|gradient"))):
             continue  # after the first reduce the gradients that accumulate are not this rank's alone
         result.num_slots += 1
@@ -227,6 +229,8 @@ def _common_factor(recorded: list[Any], again: Rerun) -> str | None:
 def _find_extra_slots(recorded: list[Any], again: Rerun, alone: bool, result: Result) -> None:
     """A step that runs more than was recorded is not the same step."""
     known = {label for label, _ in recorded}
+    if any(label.startswith("forward|") and label.split("|")[3] == "None" for label in known):
+        return  # compiled then, eager now
     extra = [label for label in again.slots if label not in known and not label.startswith("reduce|")]
     if extra and any(label.startswith(("forward|", "loss|")) for label in extra):
         result.notes.append(f"the replay has {len(extra)} slots that were not recorded, first {_readable(extra[0])}")

@@ -58,11 +58,13 @@ def rerun(rebuilt: Rebuilt, micro_batches: list[MicroBatch], alone: bool) -> Rer
             scaler=rebuilt.scaler,
             group=rebuilt.group,
             dump_dir=None,
+            budget=None,
             keep_previous=False,
             first_step=report.step,
             **options,
         )
     guard._policy.is_quiet = True
+    guard._parts.budget.start_at(rebuilt.dump.evidence(rebuilt.rank).get("budget_level", 0))
     planted = testing.replant(guard, guard._parts, rebuilt.dump.evidence(rebuilt.rank).get("injected", []))
     guard._parts.known_habits = frozenset(tuple(h) for h in rebuilt.dump.evidence(rebuilt.rank)["habits"])
     try:

@@ -180,7 +180,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Launch:
     return launched(__name__, CASES, tmp_path_factory.mktemp("j"))
 
 
-@each(CASES, {"J05 compiled, then DDP": "layers in a compiled region are unchecked in forward: the loss is named"})
+@each(CASES)
 def test_case(name: str, ended: Launch) -> None:
     check(THIS, name, CASES[name], ended[name])
 
@@ -189,10 +189,9 @@ def test_J05_what_is_compiled_has_its_plain_names(ended: Launch) -> None:
     """https://github.com/pytorch/pytorch/issues/111648."""
     report = ended["J05 compiled, then DDP"][0].report
     assert report is not None
-    (unchecked,) = report["unchecked"]
-    assert unchecked.endswith("(root), a, b, block, block.module_list, block.gate")
+    assert report["unchecked"] == []
     named = {site["layer"] for site in report["sites"]}
-    assert "block.module_list" in named
+    assert {"block", "block.gate", "block.module_list"} <= named
     assert not any("_orig_mod" in str(name) or "_wrapped" in str(name) for name in named)
 
 

@@ -222,6 +222,8 @@ def _compiled_before(rank: int, world_size: int) -> Any:
 def test_code_that_was_compiled_before_the_guard_is_said_to_be_unchecked() -> None:
     """The compiler does not look at hooks again."""
     for said, phase, layer, unchecked in run_ranks(_compiled_before, timeout_s=60):
-        assert len(said) == 1 and said[0].startswith("no hook runs in 13 modules of compiled code (blocks.0, blocks.0.act, ")
+        assert len(said) == 1 and said[0].startswith(
+            "no hook runs in 13 modules of compiled code (blocks.0, blocks.0.act, "
+        )
         assert (phase, layer) == ("forward", "")  # the hooks of what is compiled run outside of it
         assert unchecked[0].startswith("13 modules whose hooks did not fire")

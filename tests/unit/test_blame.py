@@ -341,6 +341,18 @@ def test_two_modules_on_the_input_of_a_container_are_suspects_within_it() -> Non
     assert (report.origin.layer, report.origin.suspects) == ("pair", ("pair.q", "pair.k"))
 
 
+def test_a_checkpoint_within_a_reentrant_one_is_named_once() -> None:
+    class BadSquare(Bad):
+        def forward(self, values: Tensor) -> Tensor:
+            return super().forward(values).square()  # which keeps its input, so that it runs a third time
+
+    bad = BadSquare(backward=True)
+    model = Model(lambda m, x: checkpoint(m.outer, x, use_reentrant=True))
+    model.outer = Model(lambda m, x: checkpoint(m.bad, x, use_reentrant=False), bad=bad)
+    report = report_of(model, batches(), plant=switch(bad))
+    assert place_of(report) == ("backward", "outer.bad", 1, "grad")
+
+
 def test_a_module_that_is_registered_twice_does_not_share_its_weight_with_others() -> None:
     bad = BadWeight(WIDTH, WIDTH)
     model = Model(lambda m, x: m.again.inner(m.inner(x)), inner=bad, again=nn.ModuleDict({"inner": bad}))
