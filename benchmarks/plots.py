@@ -11,8 +11,9 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot  # noqa: E402  # after the choice of a backend without a display
 from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.axis import Axis  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
-from matplotlib.ticker import FuncFormatter, NullFormatter  # noqa: E402
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter  # noqa: E402
 
 GUARD, PEER, LIGHT = "#1f6feb", "#57606a", "#d0d7de"
 GOAL = 1.02
@@ -53,7 +54,9 @@ def _panel(panel: Axes, case: dict[str, Any], names: list[str]) -> None:
         color = GUARD if column["column"].startswith(("all", "loss")) else PEER
         panel.plot(column["quartiles"], [place, place], color=color, linewidth=1.5, alpha=0.5)
         panel.plot(column["ratio"], place, "o", color=color, markersize=5)
-        panel.annotate(f"{column['ratio']:.2f}", (column["ratio"], place), (0, 5), textcoords="offset points", fontsize=7)
+        panel.annotate(
+            f"{column['ratio']:.2f}", (column["ratio"], place), (0, 5), textcoords="offset points", fontsize=7
+        )
     panel.set_title(f"{case['case']}\nunguarded {case['unguarded_ms']:.1f} ms", fontsize=9)
     _plain_ticks(panel)
 
@@ -80,7 +83,7 @@ def scale(found: dict[str, Any], directory: Path) -> list[Path]:
 def _growth(found: dict[str, Any]) -> Figure:
     figure, panels = pyplot.subplots(1, 4, figsize=(13, 3.4))
     axes = {"layers": "layers", "width": "size_bytes", "micro_batches": "micro_batches"}
-    labels = ("probes by layers: number of layers", "bytes: MB probed per step", "micro-batches per step")
+    labels = ("layers of width 16", "MB probed per step, 10 layers", "micro-batches, 30 layers")
     for panel, (series, key), label in zip(panels, axes.items(), labels, strict=False):
         _series(panel, [point for point in found["points"] if point["series"] == series], key, found["model"], label)
     _ranks(panels[3], [point for point in found["points"] if point["series"] == "ranks"], found["model"])
@@ -97,14 +100,29 @@ def _series(panel: Axes, points: list[dict[str, Any]], key: str, model: dict[str
     panel.loglog(across, [1e3 * point["added_cpu_s"] for point in points], "o", color=GUARD, label="processor")
     panel.loglog(across, predicted, "-", color=GUARD, alpha=0.5, label="model")
     panel.set_xlabel(label, fontsize=8)
+    _plain_decades(panel.xaxis)
+    _plain_decades(panel.yaxis)
+    if key != "size_bytes":
+        panel.set_xticks(across, [str(value) for value in across])
+        panel.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _plain_decades(axis: Axis) -> None:
+    """1, 2, 5, 10, ... instead of powers of ten."""
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _ranks(panel: Axes, points: list[dict[str, Any]], model: dict[str, Any]) -> None:
     ranks = [point["ranks"] for point in points]
     panel.loglog(ranks, [1e3 * point["added_cpu_s"] for point in points], "o-", color=GUARD, label="processor, added")
-    panel.loglog(ranks, [1e3 * point["collective_s"] for point in points], "^", color=PEER, label="verdict's collective")
+    panel.loglog(
+        ranks, [1e3 * point["collective_s"] for point in points], "^", color=PEER, label="verdict's collective"
+    )
     line = model["verdict"]["ranks"]["coefficients"]
     panel.loglog(ranks, [1e3 * (line["d"] + line["e"] * count) for count in ranks], "-", color=PEER, alpha=0.5)
+    _plain_decades(panel.yaxis)
     panel.set_xticks(ranks, [str(count) for count in ranks])
     panel.xaxis.set_minor_formatter(NullFormatter())
     panel.set_xlabel("ranks (processes of this machine)", fontsize=8)
@@ -119,6 +137,8 @@ def _memory(rows: list[dict[str, Any]]) -> Figure:
     panel.loglog(probes, [row["predicted"] / 1024 for row in series], "-", color=GUARD, alpha=0.5, label="formula")
     panel.loglog(probes, [row["objects"]["added"] / 1024 for row in series], "s", color=PEER, label="Python objects")
     panel.loglog(probes, [row["peak"]["unguarded"] / 1024 for row in series], "--", color=LIGHT, label="unguarded peak")
+    _plain_decades(panel.xaxis)
+    _plain_decades(panel.yaxis)
     panel.set_xlabel("probes per step", fontsize=8)
     panel.set_ylabel("added by the guard, KiB")
     panel.legend(fontsize=7, frameon=False)

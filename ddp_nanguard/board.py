@@ -169,6 +169,7 @@ class Board:
         self._history = history
         self._turn = 0
         self._past: dict[int, PastStep] = {}
+        self._recalled: PastStep | None = None
 
     def reduce(self, region: Region, tensor: Tensor, note: Any) -> int | None:
         """Reduce a tensor into the next slot; one kernel per dense part, no host read.
@@ -213,7 +214,9 @@ class Board:
         return [page for page in self._pages.values() if page.notes]
 
     def readings(self) -> list[Reading]:
-        """The slots of the open window, in execution order. Host sync: one per page."""
+        """The slots of the open window, or of a recalled step, in execution order. Host sync: one per page."""
+        if self._recalled is not None:
+            return self._recalled.readings()
         return self.resolve(_sorted_readings([(page.values, page.notes) for page in self._pages.values()]))
 
     def keep(self, step: int) -> None:
@@ -222,8 +225,19 @@ class Board:
         self._turn = (self._turn + 1) % self._history
         self._order = 0
 
+    def recall(self, step: int) -> None:
+        """A past step stands in for the open window, and is no longer one of the clean ones."""
+        turn = next(turn for turn, past in self._past.items() if past.step == step)
+        self._recalled = self._past.pop(turn)
+
+    def forget_recalled(self) -> None:
+        """The open window is the open window again."""
+        self._recalled = None
+
     def discard(self) -> None:
-        """Forget the slots of the open window."""
+        """Forget the slots of the open window; of one that is recalled nothing is left anyway."""
+        if self._recalled is not None:
+            return
         for page in self._pages.values():
             page.notes = []
         self._order = 0

@@ -72,6 +72,8 @@ class GuardConfig:
     """Keep all that an update changes from before it, so that a bad update can be undone and replayed."""
     rerun: bool = False
     """Run the step of a fault once more before the dump, and say whether it is the same; needs ``replay=``."""
+    verdict: Literal["sync", "deferred"] = "sync"
+    """``deferred``: a fused optimizer withholds a bad update by itself, and the host learns of it one step later."""
     budget: float | None = 0.02
     """Share of a step that the probes may take: beyond it modules are watched less finely; None watches everything."""
     first_step: int = 0

@@ -114,8 +114,8 @@ def unchecked(parts: Parts) -> list[str]:
         found.append(f"{_modules(parts.forward.skipped)} of skip_types: {_shown(parts.forward.skipped)}")
     if parts.forward.thinned_out():
         found.append(
-            f"{_modules(parts.forward.thinned_out())} left out to keep within the budget (watched: {parts.budget.level}); "
-            "replay --trace finds the operator"
+            f"{_modules(parts.forward.thinned_out())} left out to keep within the budget "
+            f"(watched: {parts.budget.level}); replay --trace finds the operator"
         )
     if parts.window.micro_batches:
         silent = parts.forward.silent_modules()
@@ -259,6 +259,8 @@ def _bad_hyper_parameters(parts: Parts) -> list[Finding]:
 
 
 def _gradients(parts: Parts) -> Iterator[tuple[str, Tensor]]:
+    if parts.is_late:
+        return  # those that are there now are the next step's
     for name, parameter in parts.wrapper.named_parameters():
         if parameter.grad is not None and not parts.is_ignored(name):
             yield name, parts.wrapper.local(parameter.grad)
@@ -277,7 +279,7 @@ def _reduced_findings(parts: Parts, readings: list[Reading]) -> list[Finding]:
 
 
 def _reduced_pieces(parts: Parts, name: str, parameter: nn.Parameter, kind: str) -> list[Finding]:
-    if parameter.grad is None:
+    if parameter.grad is None or parts.is_late:
         return [Finding(name, kind, None)]
     pieces = parts.wrapper.pieces("", name, parameter, parameter.grad)
     bad = [piece for piece in pieces if kind_in(piece.tensor) == kind]

@@ -57,6 +57,7 @@ def checked(
     optimizers = _as_list(optimizer)
     for each in optimizers:
         _require_fitting_optimizer(each, wrapper)
+        _require_deferrable(config, each, wrapper)
     fitting = require_fitting_scaler(scaler, wrapper.kind) if config.enabled else None
     return Given(config, wrapper, optimizers, fitting, _recipe_directory(replay))
 
@@ -66,6 +67,29 @@ def _require_recipe(config: GuardConfig, replay: str | None) -> None:
         raise ValueError(
             f"option rerun={config.rerun!r} runs the recipe's step, and there is no recipe; "
             'give replay="module:function" too, or rerun=False'
+        )
+
+
+def _require_deferrable(config: GuardConfig, optimizer: torch.optim.Optimizer, wrapper: Wrapper) -> None:
+    """The device withholds an update only through an optimizer that takes ``found_inf``."""
+    if config.verdict != "deferred":
+        return
+    name = type(optimizer).__name__
+    takes_flag = getattr(optimizer, "_step_supports_amp_scaling", False)
+    if not takes_flag or not all(group.get("fused") for group in optimizer.param_groups):
+        raise ValueError(
+            f"option verdict='deferred' needs an optimizer that takes found_inf, and this {name} does not; "
+            "give Adam, AdamW, SGD or Adagrad with fused=True, or verdict='sync'"
+        )
+    if config.keep_previous:
+        raise ValueError(
+            "option keep_previous=True with verdict='deferred' would put back the wrong step, since the host is one "
+            "behind; give verdict='sync', or keep_previous=False"
+        )
+    if wrapper.kind == "plain" and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            "option verdict='deferred' with several ranks needs DDP or FSDP, which give all ranks the same gradients; "
+            "wrap the model, or give verdict='sync'"
         )
 
 

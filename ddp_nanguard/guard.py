@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from . import testing
 from .blame import LossNote
 from .board import Region
+from .deferred import Deferral
 from .ending import Distress, leave, unwatch_exit, watch_exit
 from .errors import NonFiniteError
 from .fault import traced_layers, unheard
@@ -37,7 +38,7 @@ from .loop import (
 from .message import log_line
 from .parts import build_parts
 from .policy import FaultPolicy
-from .verdict import Severities, Severity
+from .verdict import Answer, Severities, Severity
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -90,6 +91,7 @@ class NanGuard:
         self._error: NonFiniteError | None = None
         self._first_window = True
         self._regions_checked = False
+        self._deferral: Deferral | None = None
         self._batch: Any = None
         self._has_batch = False
         self._last_update_judged = True
@@ -280,9 +282,11 @@ class NanGuard:
         self._judged.add(id(optimizer))
         return go_on
 
-    def _keep_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """``keep_previous``: what the update is about to use, clipped and unscaled as it is by now."""
+    def _begin_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """The update is about to use its gradients, clipped and unscaled as they are by now."""
         parts = self._parts
+        if self._deferral is not None:
+            self._deferral.hand_over(optimizer)
         if parts.previous is not None and self._go_on:
             parts.previous.keep_gradients(dict(parts.state.named_parameters_of(optimizer)))
 
@@ -296,10 +300,16 @@ class NanGuard:
 
     def _judge_outside_inference(self, is_step: bool) -> bool:
         parts = self._parts
+        self._learn()
         severity = self._timed(self._own_severity)
         share = parts.budget.parts_per_million() if parts.backward.ran_since_verdict else 0
-        severity_of_all, any_backward, share = parts.peers.verdict(severity, parts.backward.ran_since_verdict, share)
+        answer = parts.peers.ask(severity, parts.backward.ran_since_verdict, share)
         self._last_update_judged = True
+        if self._deferral is not None:
+            if is_step and self._deferral.can_wait():
+                return self._put_off(answer)
+            self._deferral.judged_at_once()
+        severity_of_all, any_backward, share = answer.read()
         if severity_of_all is Severity.CLEAN and not (is_step or any_backward):
             return True
         self._judged, self._has_verdict, self._error = set(), True, None
@@ -307,14 +317,35 @@ class NanGuard:
         try:
             self._go_on = self._policy.go_on(severity_of_all, self._step)
         except NonFiniteError as error:
-            # a copy: the raised one's traceback leads to the frames that hold the model
-            self._error = NonFiniteError(str(error), error.report, error.exit_code, error.meet)
+            self._error = _copy_of(error)
             raise
         finally:
             self._close_window()
         self._step += 1
-        parts.budget.next_step(share)
+        parts.budget.heard(share)
+        parts.budget.next_step()
         return self._go_on
+
+    def _put_off(self, answer: Answer) -> bool:
+        """``verdict="deferred"``: the device decides about this update, the host learns of it at the next verdict."""
+        assert self._deferral is not None
+        self._deferral.put_off(self._step, answer)
+        self._judged, self._has_verdict, self._error, self._go_on = set(), True, None, True
+        self._close_window()
+        self._step += 1
+        self._parts.budget.next_step()
+        return True
+
+    def _learn(self) -> None:
+        """``verdict="deferred"``: what became of the step before."""
+        if self._deferral is None:
+            return
+        try:
+            self._deferral.learn(self._policy)
+        except NonFiniteError as error:
+            self._judged, self._has_verdict, self._error = set(), True, _copy_of(error)
+            self._close_window()
+            raise
 
     def _own_severity(self) -> Tensor:
         self._parts.see_before_verdict(self._step)
@@ -337,6 +368,8 @@ class NanGuard:
 
     def _after_update(self, optimizer: torch.optim.Optimizer) -> None:
         """8. The weights have changed; what they are now rides with the next verdict."""
+        if self._deferral is not None and self._is_watching():
+            self._deferral.take_back(optimizer)
         if self._go_on and "optimizer" in self._config.watch:
             with torch.no_grad():
                 self._timed(self._parts.state.see_update, optimizer)
@@ -373,6 +406,7 @@ class NanGuard:
         has_scaler = parts.scaler is not None
         self._severities = Severities(parts.board, parts.device, has_scaler, self._config.grad_norm_warn)
         self._policy = FaultPolicy(parts)
+        self._deferral = Deferral(parts) if self._config.verdict == "deferred" else None
         parts.backward.on_end = self._at_end_of_backward
         parts.forward.on_root = self._before_root
         parts.forward.on_idle = parts.disarm
@@ -421,6 +455,7 @@ class NanGuard:
                 self._distress.close()
             unwatch_exit(self)
             del self._policy, self._severities, self._distress
+            self._deferral = None
         self._parts.close()
         self._model = weakref.ref(self._model())
         del self._parts, self._batch, self._error
@@ -460,6 +495,11 @@ class NanGuard:
 
     def _before_scaler_step(self, optimizer: torch.optim.Optimizer) -> bool:
         return self._before_update(optimizer) if self._is_watching() else True
+
+
+def _copy_of(error: NonFiniteError) -> NonFiniteError:
+    """The raised one's traceback leads to the frames that hold the model."""
+    return NonFiniteError(str(error), error.report, error.exit_code, error.meet)
 
 
 class _Keeper:

@@ -34,7 +34,7 @@ class Guard(Protocol):
 
     def _before_update(self, optimizer: torch.optim.Optimizer) -> bool: ...
 
-    def _keep_gradients(self, optimizer: torch.optim.Optimizer) -> None: ...
+    def _begin_update(self, optimizer: torch.optim.Optimizer) -> None: ...
 
     def _after_update(self, optimizer: torch.optim.Optimizer) -> None: ...
 
@@ -119,12 +119,12 @@ class BeforeStepHook(Hook):
                 "verdict; step after the backward, or set enabled=False"
             )
         if guard._is_inside_scaler():
-            guard._keep_gradients(optimizer)
+            guard._begin_update(optimizer)
             return None
         closure = _closure_of(args, kwargs)
         if closure is None:
             guard._before_update(optimizer)
-            guard._keep_gradients(optimizer)
+            guard._begin_update(optimizer)
             return None
         wrapped = _JudgedClosure(guard, optimizer, closure)
         if "closure" in kwargs:
@@ -163,7 +163,7 @@ class _JudgedClosure:
         guard = self._guard()
         if guard is not None:
             guard._before_update(self._optimizer)
-            guard._keep_gradients(self._optimizer)
+            guard._begin_update(self._optimizer)
         return result
 
 

@@ -62,6 +62,7 @@ class Parts:
     compiled: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
     armed: bool = False
     saw_initial_buffers: bool = False
+    is_late: bool = False
 
     @property
     def name(self) -> str:

@@ -78,7 +78,14 @@ class FaultPolicy:
         self._clean(step)
         return True
 
+    def note_clean(self) -> None:
+        """A step has turned out to be clean, whose slots are in the ring already."""
+        self._has_been_clean = True
+        self._overflows_in_a_row = 0
+
     def _clean(self, step: int) -> None:
+        if self.parts.is_late:
+            return  # a remark on a step that is no longer the present one
         self._has_been_clean = True
         parts = self.parts
         if parts.previous is not None:
@@ -101,7 +108,7 @@ class FaultPolicy:
         self._overflows_in_a_row += 1
         config, scaler = self.parts.config, self.parts.scaler
         assert scaler is not None
-        scale = float(scaler.state().get("scale", 1.0))
+        scale = float(scaler.state(self.parts.is_late).get("scale", 1.0))
         too_many = self._overflows_in_a_row >= config.max_consecutive_overflows
         (too_small,) = self._any_of(scale < config.scale_floor)
         if not too_many and not too_small:
@@ -156,6 +163,8 @@ class FaultPolicy:
 
     def _confirmed(self, severity: Severity, view: LocalView) -> Severity:
         """Gradients that were bad in backward and are finite now are no fault: somebody has dealt with them."""
+        if self.parts.is_late:
+            return severity  # its gradients are gone, its update has been withheld
         other = bool(view.damage.names() or view.hyper_parameters)
         # a scaler that nobody told us of has set found_inf, and the device is going to skip the update
         unasked = any(getattr(optimizer, "found_inf", None) is not None for optimizer in self.parts.optimizers)
@@ -202,16 +211,22 @@ class FaultPolicy:
     def _skip(self, report: FaultReport, view: LocalView) -> bool:
         parts = self.parts
         self.num_skips += 1
-        report = self._heal_buffers(report, view)
+        if not parts.is_late or self._any_of(bool(view.damage.buffers))[0]:
+            report = self._heal_buffers(report, view)
         report = self._dumped(report, view, present(parts, view))
-        for optimizer in parts.optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        for _, parameter in parts.wrapper.named_parameters():
-            parameter.grad = None
+        if not parts.is_late:  # else the gradients are those of the next step
+            self._clear_gradients()
         parts.board.discard()
         done = f"step {report.step} skipped on all ranks ({self.num_skips} of at most {parts.config.max_skips})"
         _log.warning("%s%s", done, f"; dump {report.dump_path}" if report.dump_path else "")
         return False
+
+    def _clear_gradients(self) -> None:
+        parts = self.parts
+        for optimizer in parts.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        for _, parameter in parts.wrapper.named_parameters():
+            parameter.grad = None
 
     def _stop(self, report: FaultReport, view: LocalView) -> bool:
         parts = self.parts

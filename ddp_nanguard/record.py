@@ -77,7 +77,7 @@ def dump_request(
         cut = partial(parts.wrapper.pieces, "grad.", name, parameter, gradient)
         _add(state, special, f"grad.{name}", gradient, cut)
     for micro_batch in moment.window:
-        micro_batch.scaler = parts.scaler.state() if parts.scaler is not None else None
+        micro_batch.scaler = parts.scaler.state(parts.is_late) if parts.scaler is not None else None
     return DumpRequest(
         report=report,
         rank=parts.peers.rank,
@@ -190,7 +190,7 @@ def plain_state(parts: Parts) -> dict[str, Any]:
     """Everything of optimizers, scaler and registered objects that is no tensor of ``state/``."""
     return {
         "optimizers": [_plain_optimizer(parts, optimizer) for optimizer in parts.optimizers],
-        "scaler": parts.scaler.state() if parts.scaler is not None else None,
+        "scaler": parts.scaler.state(parts.is_late) if parts.scaler is not None else None,
         "registered": {
             name: thing.state_dict()
             for name, thing in parts.registered.items()
@@ -233,7 +233,7 @@ def _evidence(parts: Parts, view: LocalView, report: FaultReport, moment: Moment
         "host": socket.gethostname(),
         "device": device_text(device),
         "dtypes": {name: _dtype(parameter.dtype) for name, parameter in parts.wrapper.named_parameters()},
-        "scaler": json_safe(parts.scaler.state()) if parts.scaler is not None else None,
+        "scaler": json_safe(parts.scaler.state(parts.is_late)) if parts.scaler is not None else None,
     }
 
 

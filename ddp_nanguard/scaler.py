@@ -27,6 +27,7 @@ class WatchedScaler:
         self.scaler = scaler
         self.is_inside = False
         self._skipped_since_update = False
+        self._remembered: tuple[Tensor, Tensor] | None = None
         self._before_step: BeforeStep | None = before_step
         scaler.step = _Step(self)  # type: ignore[method-assign]  # on the instance, as documented
 
@@ -51,9 +52,18 @@ class WatchedScaler:
         scale: Tensor | None = self.scaler._scale
         return scale
 
-    def state(self) -> dict[str, Any]:
-        """Scale and growth tracker as plain numbers. Host sync: two; fault path only."""
-        return dict(self.scaler.state_dict())
+    def remember(self) -> None:
+        """Keep scale and growth tracker of a step whose verdict comes later. Host sync: none."""
+        scale, tracker = self.scaler._scale, self.scaler._growth_tracker
+        self._remembered = None if scale is None or tracker is None else (scale.clone(), tracker.clone())
+
+    def state(self, remembered: bool = False) -> dict[str, Any]:
+        """Scale and growth tracker as plain numbers, now or as `remember` kept them. Host sync: two; fault path."""
+        state = dict(self.scaler.state_dict())
+        if remembered and self._remembered is not None:
+            scale, tracker = self._remembered
+            state.update(scale=float(scale), _growth_tracker=int(tracker))
+        return state
 
     def new_window(self) -> None:
         """The next skip is a new one."""

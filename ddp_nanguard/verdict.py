@@ -70,6 +70,38 @@ class SharedFault:
     unchecked: tuple[str, ...]
 
 
+class Answer:
+    """A verdict, still on the device.
+
+    Args:
+        words: int64, shape (2,).
+    """
+
+    def __init__(self, words: Tensor) -> None:
+        self._words = words
+        self._host: Tensor | None = None
+        self._arrival: torch.cuda.Event | None = None
+
+    def at_least(self, severity: int) -> Tensor:
+        """1.0 where the verdict is as severe, else 0.0; float32, shape (), on the device.
+
+        The words set out for the host, to be read later without a wait. Host sync: none.
+        """
+        if self._words.is_cuda:
+            self._host = torch.empty_like(self._words, device="cpu", pin_memory=True)
+            self._host.copy_(self._words, non_blocking=True)
+            self._arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's own
+            self._arrival.record()
+        return (self._words[0] >= severity).to(torch.float32)
+
+    def read(self) -> tuple[Severity, bool, int]:
+        """Severity, whether any rank ran a backward, and the largest share. Host sync: one read."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        worst, most = (self._words if self._host is None else self._host).tolist()
+        return Severity(worst), bool(most >> _SHARE_BITS), most & ((1 << _SHARE_BITS) - 1)
+
+
 class Peers:
     """The ranks that step together.
 
@@ -105,23 +137,23 @@ class Peers:
             limit = timedelta(seconds=self.timeout_s if timeout_s is None else timeout_s)
             dist.distributed_c10d._set_pg_timeout(limit, self.fault_group)
 
-    def verdict(self, severity: Tensor, ran_backward: bool, share_ppm: int = 0) -> tuple[Severity, bool, int]:
-        """The largest severity over all ranks, whether any of them has run a backward, and the largest share.
+    def ask(self, severity: Tensor, ran_backward: bool, share_ppm: int = 0) -> Answer:
+        """The verdict: largest severity over all ranks, whether any of them has run a backward, and largest share.
 
         Args:
             severity: int64, shape (), on any device.
             ran_backward: whether this rank has, since the last verdict.
             share_ppm: what the probes cost here, below 2**31; see `probes.budget`.
 
-        Collective: one MAX all-reduce of 16 bytes over ``group``; every rank must call it. Host sync: one read.
+        Collective: one MAX all-reduce of 16 bytes over ``group``; every rank must call it. Host sync: none until the
+        answer is read.
         """
-        if not self.connected:
-            return Severity(int(severity)), ran_backward, share_ppm
         said = int(ran_backward) << _SHARE_BITS | share_ppm
-        words = torch.stack((severity, torch.full_like(severity, said))).to(self.device)
-        dist.all_reduce(words, op=dist.ReduceOp.MAX, group=self.group)
-        worst, most = words.tolist()
-        return Severity(worst), bool(most >> _SHARE_BITS), most & ((1 << _SHARE_BITS) - 1)
+        words = torch.stack((severity, torch.full_like(severity, said)))
+        if self.connected:
+            words = words.to(self.device)
+            dist.all_reduce(words, op=dist.ReduceOp.MAX, group=self.group)
+        return Answer(words)
 
     def alone(self) -> Peers:
         """The same rank without any peer, for the view of a rank whose peers do not answer."""

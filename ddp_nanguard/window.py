@@ -56,6 +56,12 @@ class Window:
         self._buffers: dict[str, Tensor] = {}
         self._has_buffers = False
 
+    def twin(self) -> Window:
+        """An empty window of the same kind, with the same generators."""
+        other = copy.copy(self)
+        other.micro_batches, other._versions, other._buffers, other._has_buffers = [], [], {}, False
+        return other
+
     def begin_micro_batch(self, batch: Any) -> MicroBatch:
         """Keep a batch and the random states. Host sync: none (``hold="host"`` copies without waiting)."""
         kept = copy_containers(batch, self._keep_tensor)

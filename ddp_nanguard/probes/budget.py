@@ -158,18 +158,21 @@ class Budget:
             return 0
         return max(1, min(round(statistics.median(self._shares) * PARTS_PER_MILLION), 2**30))
 
-    def next_step(self, share_ppm: int) -> None:
-        """A verdict has fallen.
+    def heard(self, share_ppm: int) -> None:
+        """What all ranks say.
 
         Args:
             share_ppm: the largest `parts_per_million` of all ranks.
         """
+        if share_ppm and not self._is_settled:
+            self._decide(share_ppm / PARTS_PER_MILLION)
+
+    def next_step(self) -> None:
+        """A verdict has fallen."""
         if self._is_settled:
             return
         self._steps += 1
-        if share_ppm:
-            self._decide(share_ppm / PARTS_PER_MILLION)
-        if not self._is_settled and self._steps >= WARM_UP:
+        if self._steps >= WARM_UP:
             self._begin_step()
 
     def _begin_step(self) -> None:

@@ -262,7 +262,7 @@ def test_B07_the_flag_is_read_after_it_has_come(monkeypatch: pytest.MonkeyPatch)
     peers = verdict.Peers(None, 1.0, torch.device("cpu"))
     peers.connected = True
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    assert peers.verdict(torch.tensor(0), ran_backward=True)[0] is verdict.Severity.FAULT
+    assert peers.ask(torch.tensor(0), ran_backward=True).read()[0] is verdict.Severity.FAULT
 
 
 def test_B14_nobody_began_it(ended: Launch) -> None:

@@ -1,0 +1,214 @@
+"""``verdict="deferred"``: the device withholds the update, and the host learns of it one step later."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_nanguard import NanGuard, NonFiniteError
+from ddp_nanguard.replay.recipe import Recipe
+from ddp_nanguard.replay.session import replay_alone
+from tests.counting import counting
+from tests.ranks import run_ranks
+
+ACCUMULATION, STEPS, FAULT = 2, 6, 3
+OPTIMIZERS: dict[str, Any] = {
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, fused=True),
+    "plain SGD": lambda p: torch.optim.SGD(p, lr=0.01, fused=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, fused=True),
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.norm = nn.Linear(6, 8), nn.Dropout(0.2), nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, values: Tensor, scale: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.norm(self.drop(self.first(values)))) / scale)
+
+
+def step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(batch["values"], batch["scale"]).float().pow(2).mean()
+
+
+def recipe() -> Recipe:
+    return Recipe(model=Net(), step=step, optimizer=OPTIMIZERS["AdamW"])
+
+
+def batch_of(rank: int, index: int, faulty: bool) -> dict[str, Tensor]:
+    values = torch.randn(5, 6, generator=torch.Generator().manual_seed(10 * index + rank))
+    is_bad = faulty and rank == 1 and index == FAULT * ACCUMULATION + 1
+    return {"values": values, "scale": torch.tensor(0.0 if is_bad else 1.0)}
+
+
+def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Weights, optimizer state and buffers of this rank."""
+    found = [*model.parameters(), *model.buffers()]
+    for parameter in model.parameters():
+        found += [value for value in optimizer.state[parameter].values() if isinstance(value, Tensor)]
+    return [(t.to_local() if hasattr(t, "to_local") else t).detach().clone() for t in found]
+
+
+def trained(rank: int, kind: str, optimizer_name: str, faulty: bool, scaled: bool = False, **options: Any) -> Any:
+    """Bits before and after each step, and the error."""
+    torch.manual_seed(rank if kind == "never" else 0)
+    net = Net()
+    model: nn.Module = DistributedDataParallel(net) if kind == "ddp" else (fully_shard(net) if kind == "fsdp2" else net)
+    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8) if scaled else None
+    guard = None
+    if options:
+        guard = NanGuard(model, optimizer, scaler=scaler, replay=f"{__name__}:recipe", **options)
+    batches = [batch_of(rank, index, faulty) for index in range(ACCUMULATION * STEPS)]
+    seen, error = [], None
+    try:
+        for index, batch in enumerate(guard.steps(batches) if guard is not None else batches):
+            with torch.autocast("cpu", torch.bfloat16) if scaled else contextlib.nullcontext():
+                loss = step(model, batch)
+            if guard is not None:
+                guard.watch(loss=loss)
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            if index % ACCUMULATION == ACCUMULATION - 1:
+                seen.append(bits(model, optimizer))
+                if scaler is not None:
+                    scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                if scaler is None:
+                    optimizer.step()
+                else:
+                    scaler.step(optimizer)
+                    scaler.update()
+                optimizer.zero_grad()
+        if guard is not None:
+            guard.close()
+    except NonFiniteError as caught:
+        error = caught
+    seen.append(bits(model, optimizer))
+    return (
+        seen,
+        None if error is None else (error.report.to_dict(), str(error)),
+        None if error is None else bits(model, optimizer),
+    )
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def _clean(rank: int, world_size: int, kind: str, names: list[str], scaled: bool) -> Any:
+    found = []
+    for name in names:
+        plain, _, _ = trained(rank, kind, name, faulty=False, scaled=scaled)
+        guarded, error, _ = trained(rank, kind, name, False, scaled, verdict="deferred", dump_dir=None)
+        found.append((name, error, all(same(a, b) for a, b in zip(plain, guarded, strict=True))))
+    return found
+
+
+@pytest.mark.parametrize(("kind", "scaled"), [("ddp", False), ("fsdp2", False), ("ddp", True)])
+def test_a_clean_run_trains_to_the_same_bits(kind: str, scaled: bool) -> None:
+    names = list(OPTIMIZERS) if kind == "ddp" and not scaled else ["AdamW"]  # DTensors take no other fused one
+    for found in run_ranks(_clean, kind=kind, names=names, scaled=scaled):
+        assert found == [(name, None, True) for name in names]
+
+
+def _faulty(rank: int, world_size: int, kind: str, names: list[str], scaled: bool, dump_dir: str) -> Any:
+    found = []
+    for name in names:
+        options = {"verdict": "deferred", "dump_dir": f"{dump_dir}/{name}"}
+        seen, error, after = trained(rank, kind, name, True, scaled, **options)
+        assert error is not None and after is not None
+        num_weights = 6
+        found.append((name, *error, len(seen), same(seen[FAULT][:num_weights], after[:num_weights]),
+                      same(seen[FAULT][num_weights:], after[num_weights:])))  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize(("kind", "scaled"), [("ddp", False), ("fsdp2", False), ("ddp", True)])
+def test_the_faulty_update_is_withheld_and_told_one_step_later(kind: str, scaled: bool, tmp_path: Path) -> None:
+    names = ["AdamW", "SGD", "Adagrad", "plain SGD"] if kind == "ddp" and not scaled else ["AdamW"]
+    ranks = run_ranks(_faulty, kind=kind, names=names, scaled=scaled, dump_dir=str(tmp_path))
+    for results in zip(*ranks, strict=True):
+        for name, report, text, num_seen, same_weights, _ in results:
+            origin = report["origin"]
+            place = (origin["rank"], origin["step"], origin["micro_batch"], origin["phase"], origin["layer"])
+            assert place == (1, FAULT, 1, "forward", ""), (name, text)
+            assert text == results[0][2] and report["step"] == FAULT
+            assert num_seen == FAULT + 3, "the host learns of it in the next step, and no later"
+            assert same_weights, f"{name}: weights are not those from before the faulty step"
+    if not scaled:
+        result = replay_alone([ranks[0][0][1]["dump_path"]], 1, None, None)
+        assert str(result.outcome) == "same", result
+
+
+def _skipped(rank: int, world_size: int, verdict: str) -> Any:
+    options = {"verdict": verdict, "on_fault": "skip", "dump_dir": None}
+    seen, error, _ = trained(rank, "ddp", "AdamW", True, **options)
+    return seen, error
+
+
+def test_skip_goes_on_to_the_same_weights_as_a_verdict_at_once() -> None:
+    """The buffers differ: the next forward has run on those of the faulty step before the host knew."""
+    for (sync, no_error), (deferred, error) in zip(
+        run_ranks(_skipped, verdict="sync"), run_ranks(_skipped, verdict="deferred"), strict=True
+    ):
+        assert no_error is None and error is None
+        assert same(sync[-1][:6], deferred[-1][:6])
+
+
+def _counted(rank: int, world_size: int, verdict: str | None) -> Any:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Net())
+    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    guard = None if verdict is None else NanGuard(model, optimizer, dump_dir=None, verdict=verdict)
+    counts = []
+    for index in range(5):
+        with counting() as counted:
+            batch = batch_of(rank, index, False)
+            for item in guard.steps([batch]) if guard is not None else [batch]:
+                loss = step(model, item)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        counts.append((dict(counted.calls), sum(counted.host_reads.values())))
+    return counts
+
+
+def test_one_collective_and_one_read_of_the_step_before() -> None:
+    plain = run_ranks(_counted, verdict=None)[0]
+    for counts in run_ranks(_counted, verdict="deferred"):
+        calls = [
+            mine.get("all_reduce", 0) - other.get("all_reduce", 0)
+            for (mine, _), (other, _) in zip(counts, plain, strict=True)
+        ]
+        reads = [mine - other for (_, mine), (_, other) in zip(counts, plain, strict=True)]
+        assert calls == [1, 1, 1, 1, 1]
+        assert reads == [1, 0, 1, 1, 1], (
+            "the first step is judged at once; later ones read the answer of the one before"
+        )
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "text"),
+    [
+        (lambda p: torch.optim.AdamW(p), {}, "this AdamW does not; give Adam, AdamW, SGD or Adagrad with fused=True"),
+        (lambda p: torch.optim.RMSprop(p), {}, "this RMSprop does not"),
+        (OPTIMIZERS["AdamW"], {"keep_previous": True}, "option keep_previous=True with verdict='deferred'"),
+    ],
+    ids=["not fused", "no such flag", "keep_previous"],
+)
+def test_what_cannot_be_deferred_is_refused(build: Any, options: dict[str, Any], text: str) -> None:
+    model = Net()
+    with pytest.raises(ValueError, match="verdict='deferred'") as caught:
+        NanGuard(model, build(model.parameters()), verdict="deferred", dump_dir=None, **options)
+    assert text in str(caught.value)
