@@ -37,7 +37,7 @@ def _overhead(cases: list[dict[str, Any]]) -> Figure:
     for panel, case in zip(panels[0], cases, strict=True):
         _panel(panel, case, names)
     panels[0][0].set_yticks(range(len(names)), names)
-    panels[0][0].invert_yaxis()
+    panels[0][0].set_ylim(len(names) - 0.4, -0.6)
     figure.supxlabel("step time, of the unguarded step (median and quartiles; dotted: 1.02)", fontsize=9)
     return figure
 
@@ -93,7 +93,7 @@ def _growth(found: dict[str, Any]) -> Figure:
 
 
 def _series(panel: Axes, points: list[dict[str, Any]], key: str, model: dict[str, Any], label: str) -> None:
-    across = [point[key] / (1e6 if key == "size_bytes" else 1) for point in points]
+    across = [point[key] / 1e6 if key == "size_bytes" else point[key] for point in points]
     c = model["host"]["coefficients"]
     predicted = [1e3 * (c["a"] + c["b"] * point["num_probes"] + c["c"] * point["size_bytes"]) for point in points]
     panel.loglog(across, [1e3 * point["added_s"] for point in points], "s", color=PEER, markersize=4, label="wall")
