@@ -132,9 +132,10 @@ def _plan(order: Order, phase: str) -> dict[str, Any]:
 def _environment(directory: Path, phase: str, text: str) -> dict[str, str]:
     """The user's, with the fault; what would keep the guard from stopping is set back, ``enabled`` is not."""
     names = {ENV_INJECT: text, f"{ENV_PREFIX}DUMP_DIR": str(directory / "nan_dumps"), f"{ENV_PREFIX}ON_FAULT": "stop"}
-    names |= {f"{ENV_PREFIX}ON_LOSS": "stop", f"{ENV_PREFIX}REDACT": "0", MARK: uuid.uuid4().hex}
+    names |= {f"{ENV_PREFIX}ON_LOSS": "stop", f"{ENV_PREFIX}REDACT": "0", f"{ENV_PREFIX}BUDGET": "none"}
+    names[MARK] = uuid.uuid4().hex
     if phase == "optimizer":
-        names[f"{ENV_PREFIX}KEEP_PREVIOUS"] = "1"
+        names |= {f"{ENV_PREFIX}KEEP_PREVIOUS": "1", f"{ENV_PREFIX}VERDICT": "sync"}
     kept = {name: value for name, value in os.environ.items() if name not in _JOB_VARIABLES}
     return {**kept, "PYTHONUNBUFFERED": "1", **names}
 
