@@ -89,6 +89,7 @@ class Deferral:
         if parts.scaler is not None:
             parts.scaler.remember()
         self._pending = Pending(step, answer, parts.window, parts.reduced_in, parts.forward.calls)
+        self._spare.clear()  # after a raise it holds the step that was told of
         parts.window, self._spare = self._spare, parts.window
 
     def hand_over(self, optimizer: torch.optim.Optimizer) -> None:

@@ -273,12 +273,12 @@ class Peers:
     def text_of(self, is_mine: bool, text: str) -> str:
         """The text of the one rank that says ``is_mine``. Collective: one SUM all-reduce of 8 KiB (fault group)."""
         row = torch.zeros(_OPTION_BYTES, dtype=torch.uint8, device="cpu")
-        if is_mine:
-            encoded = text.encode()[:_OPTION_BYTES]
+        encoded = text.encode()[:_OPTION_BYTES]
+        if is_mine and encoded:
             row[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         if self.fault_group is not None:
             dist.all_reduce(row, group=self.fault_group)
-        return bytes(row.tolist()).rstrip(b"\0").decode()
+        return bytes(row.tolist()).rstrip(b"\0").decode(errors="replace")
 
     def meet(self) -> bool:
         """Wait for all peers, at most ``timeout_s``; whether they came. Collective: one all-reduce (fault group)."""

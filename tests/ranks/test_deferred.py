@@ -198,6 +198,31 @@ def test_one_collective_and_one_read_of_the_step_before() -> None:
         )
 
 
+def test_the_process_goes_on_after_a_raise() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    guard = NanGuard(model, optimizer, verdict="deferred", dump_dir=None)
+    told = []
+    for number in range(12):
+        batches = [batch_of(0, 10 * number + index, False) for index in range(2)]
+        if number in (3, 8):
+            batches[1]["scale"].zero_()
+        for batch in guard.steps(batches):
+            loss = step(model, batch)
+            guard.watch(loss=loss)
+            loss.backward()
+        try:
+            optimizer.step()
+        except NonFiniteError as error:
+            assert error.report.origin is not None
+            told.append((number, error.report.step, error.report.origin.micro_batch))
+        optimizer.zero_grad()
+    guard.close()
+    assert told == [(4, 3, 1), (9, 8, 1)], "told one step later; the step in which it is told has no update"
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
 @pytest.mark.parametrize(
     ("build", "options", "text"),
     [
