@@ -183,7 +183,7 @@ class Bench:
         try:
             loop = Loop(self.size, self.device, way, options)
         except ValueError as error:
-            return {"not measured": "not there" if "unknown option" in str(error) else str(error)}
+            return {"not measured": str(error)}
         try:
             self._warm_up(loop)
             return {**self._ratio(plain, loop), "waits": self.waits(loop), "peak_bytes": self._peak(plain, loop)}
@@ -289,12 +289,7 @@ class Bench:
 
 def verdicts() -> dict[str, dict[str, Any]]:
     """The guard's options that are compared."""
-    try:
-        from ddp_nanguard.config import GuardConfig
-
-        everything = {"budget": None} if "budget" in GuardConfig.__dataclass_fields__ else {}
-    except ImportError:
-        everything = {}
+    everything: dict[str, Any] = {"budget": None}
     return {
         "sync": dict(everything),
         "deferred": {**everything, "verdict": "deferred"},
@@ -303,11 +298,15 @@ def verdicts() -> dict[str, dict[str, Any]]:
     }
 
 
-def measured(bench: Bench) -> dict[str, Any]:
+WAYS = ("eager", "compiled", "cuda graphs")
+
+
+def measured(bench: Bench, ways: list[str]) -> dict[str, Any]:
     """Everything, each part on its own: one that fails leaves its error in its place."""
     parts: dict[str, Callable[[], Any]] = {"bandwidth": bench.bandwidth}
-    ways = ("eager", "compiled", "cuda graphs") if bench.device.type == "cuda" else ("eager", "compiled")
     for way in ways:
+        if way == "cuda graphs" and bench.device.type != "cuda":
+            continue
         parts[way] = lambda way=way: bench.way(way)
     found: dict[str, Any] = {}
     for name, part in parts.items():
@@ -339,6 +338,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--short", action="store_true", help="a tiny model and few steps, to see that it runs")
     parser.add_argument("--minutes", type=float, default=8.0, help="after which no further part begins")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--json", type=Path, help="the last line, to a file, too")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -353,7 +353,12 @@ def main() -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         dist.init_process_group(backend, rank=0, world_size=1, store=store)
-        found = {"machine": _machine(device), "backend": backend, "size": bench.size._asdict(), **measured(bench)}
+        found = {
+            "machine": _machine(device),
+            "backend": backend,
+            "size": bench.size._asdict(),
+            **measured(bench, options.ways),
+        }
         gc.collect()
         dist.destroy_process_group()
     line = json.dumps(found)

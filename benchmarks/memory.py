@@ -1,8 +1,9 @@
 """Memory in clean steps, with and without the guard: tensors at their peak, Python objects, and the whole process.
 
 Tensors are counted by the allocator's own events, from before the model is made until the ring of past steps is full:
-what is alive at the end, and the peak of what was alive at once. Python objects are what `tracemalloc` finds after the last step, the
-process is its resident memory then; each comes from a launch of its own, since watching one disturbs the others.
+what is alive at the end, and the peak of what was alive at once. Python objects are what `tracemalloc` finds after the
+last step, the process is its resident memory then; each comes from a launch of its own, since watching one disturbs
+the others.
 
 What a guard is to hold, in bytes:
 
@@ -59,7 +60,7 @@ JOBS = (Job(5, 64), Job(50, 64), Job(500, 64), Job(50, 512))
 
 
 def run(rank: int, world_size: int, job: Job, guarded: bool, how: str) -> dict[str, int]:
-    """Body of a rank: some steps, and what they took."""
+    """Body of the only rank, since waiting for others would blur the order of allocations: what some steps take."""
     if how == "tensors":
         with profile(profile_memory=True, use_cpu=True) as found:
             kept = _train(job, guarded)
@@ -135,7 +136,7 @@ def _row(job: Job) -> dict[str, Any]:
 
 
 def _launch(job: Job, guarded: bool, how: str) -> dict[str, int]:
-    found: dict[str, int] = run_ranks(run, 2, TIMEOUT_S, job=job, guarded=guarded, how=how)[0]
+    found: dict[str, int] = run_ranks(run, 1, TIMEOUT_S, job=job, guarded=guarded, how=how)[0]
     return found
 
 

@@ -6,7 +6,6 @@ Each is set up as its own documentation says, and acts at fixed points of the tr
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.util
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ddp_nanguard import NanGuard
-from ddp_nanguard.config import GuardConfig
+from ddp_nanguard.probes import budget
 
 
 class Watch:
@@ -46,6 +45,10 @@ class Watch:
 
     def after_backward(self, model: nn.Module) -> None: ...
 
+    def level(self) -> str:
+        """What is watched, where that is decided while it runs."""
+        return ""
+
     def close(self) -> None: ...
 
 
@@ -60,7 +63,7 @@ class Guard(Watch):
     def __init__(self, name: str, **options: Any) -> None:
         self.name = name
         self.options = options
-        self.settles_in = 30 if options.get("budget") else 0
+        self.settles_in = SETTLES_IN if options.get("budget") else 0
         given = ", ".join(f"{key}={value!r}" for key, value in options.items())
         self.about = f"`NanGuard(model, optimizer, {given})`" if given else "`NanGuard(model, optimizer)`"
 
@@ -73,13 +76,19 @@ class Guard(Watch):
     def after_forward(self, loss: Tensor) -> None:
         self.guard.watch(loss=loss)
 
+    def level(self) -> str:
+        return self.guard._parts.budget.level if self.options.get("budget") else ""
+
     def close(self) -> None:
         self.guard.close()
 
 
+budget.WARM_UP, budget.MEASURED = 6, 4
+SETTLES_IN = 30
+"""Steps until the budget has gone through all its levels: it begins sooner here than in a job, and measures less."""
+
 ALL = "all phases"
-_KNOWN = {field.name for field in dataclasses.fields(GuardConfig)}
-EVERYTHING: dict[str, Any] = {"budget": None} if "budget" in _KNOWN else {}
+EVERYTHING: dict[str, Any] = {"budget": None}
 """Options under which nothing is left out to save time."""
 
 GUARDS: tuple[Callable[[], Guard], ...] = (

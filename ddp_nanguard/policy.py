@@ -11,6 +11,7 @@ import torch
 
 from .blame import local_sites
 from .board import Reading, Region, is_clean
+from .cause import explained
 from .dump.write import write_dump
 from .errors import NonFiniteError
 from .fault import LocalView, look, report_of, step_view
@@ -149,6 +150,7 @@ class FaultPolicy:
         if lets_through and not self.parts.peers.lost:
             return self._warn(report, step)
         self._say(log_line(report))
+        report = explained(self.parts, view, report, cause)
         if self.parts.peers.lost:
             return self._stop(report, view)
         if self.parts.config.on_fault == "skip":
@@ -298,6 +300,7 @@ class FaultPolicy:
         view = look(parts)
         report = report_of(parts, view, step, cause)
         _log.error("%s", log_line(report))
+        report = explained(parts, view, report, cause)
         return self._dumped(report, view, present(parts, view))
 
     def dump_with_fallen_peer(self, step: int, text: str) -> bool:

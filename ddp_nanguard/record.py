@@ -96,7 +96,7 @@ def dump_request(
         evidence=_evidence(parts, view, report, moment),
         window=[_redacted(m) for m in moment.window] if parts.config.redact else moment.window,
         buffers={**dict(parts.wrapper.named_buffers()), **moment.buffers},
-        history=_history(parts, moment),
+        history=history_of(parts, moment.readings),
         recipe=parts.recipe,
         damaged={f"model.{name}" for name in view.damage.lasting()},
         run_id=run_id(),
@@ -189,7 +189,7 @@ def _aliases(parts: Parts) -> dict[str, str]:
 def plain_state(parts: Parts) -> dict[str, Any]:
     """Everything of optimizers, scaler and registered objects that is no tensor of ``state/``."""
     return {
-        "optimizers": [_plain_optimizer(parts, optimizer) for optimizer in parts.optimizers],
+        "optimizers": plain_optimizers(parts),
         "scaler": parts.scaler.state(parts.is_late) if parts.scaler is not None else None,
         "registered": {
             name: thing.state_dict()
@@ -197,6 +197,11 @@ def plain_state(parts: Parts) -> dict[str, Any]:
             if hasattr(thing, "state_dict") and not isinstance(thing, torch.nn.Module)
         },
     }
+
+
+def plain_optimizers(parts: Parts) -> list[dict[str, Any]]:
+    """Class, groups and plain state of each optimizer."""
+    return [_plain_optimizer(parts, optimizer) for optimizer in parts.optimizers]
 
 
 def _plain_optimizer(parts: Parts, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -232,9 +237,14 @@ def _evidence(parts: Parts, view: LocalView, report: FaultReport, moment: Moment
         "injected": testing.recorded(parts),
         "host": socket.gethostname(),
         "device": device_text(device),
-        "dtypes": {name: _dtype(parameter.dtype) for name, parameter in parts.wrapper.named_parameters()},
+        "dtypes": dtypes_of(parts),
         "scaler": json_safe(parts.scaler.state(parts.is_late)) if parts.scaler is not None else None,
     }
+
+
+def dtypes_of(parts: Parts) -> dict[str, str]:
+    """Dtype of each parameter."""
+    return {name: _dtype(parameter.dtype) for name, parameter in parts.wrapper.named_parameters()}
 
 
 def device_text(device: torch.device) -> dict[str, Any]:
@@ -245,13 +255,13 @@ def device_text(device: torch.device) -> dict[str, Any]:
     return {"type": "cuda", "index": device.index, "name": properties.name, "uuid": str(properties.uuid)}
 
 
-def _history(parts: Parts, moment: Moment) -> dict[str, np.ndarray[Any, Any]]:
+def history_of(parts: Parts, readings_now: list[Reading]) -> dict[str, np.ndarray[Any, Any]]:
     """Slots of the last steps and of this one: ``step.<n>.labels`` (text), ``step.<n>.values`` (min, max)."""
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     steps = [(past.step, past.readings()) for past in parts.board.past()]
     for step, readings in steps:
         _add_slots(arrays, f"step.{step}", readings)
-    _add_slots(arrays, "fault", moment.readings)
+    _add_slots(arrays, "fault", readings_now)
     arrays["steps"] = np.array([step for step, _ in steps], dtype=np.int64)
     arrays["loss"] = np.array([_loss(readings) for _, readings in steps], dtype=np.float64)
     arrays["gradient_norm"] = np.array([_norm(readings) for _, readings in steps], dtype=np.float64)

@@ -20,6 +20,7 @@ from .dump.request import DumpRequest
 from .errors import DumpError
 from .parts import Parts
 from .site import MAX_RANKS_LISTED, FaultReport, Phase, SecondRun
+from .why import Known, finite_in_place
 from .window import MicroBatch
 
 if TYPE_CHECKING:
@@ -70,7 +71,17 @@ def rerun_in_place(parts: Parts, request: DumpRequest, window: list[MicroBatch])
     _log.warning("step %d once more in place: %s", request.report.step, second.text)
     evidence = {**request.evidence, "rerun": {"outcome": own.outcome, "reason": own.text, **own.evidence}}
     group = None if parts.peers.lost else request.group
-    return replace(request, report=replace(request.report, rerun=second), evidence=evidence, group=group)
+    return replace(request, report=_with(request.report, second), evidence=evidence, group=group)
+
+
+def _with(report: FaultReport, second: SecondRun) -> FaultReport:
+    """A step that is finite the second time has another cause than what its values look like."""
+    report = replace(report, rerun=second)
+    found = finite_in_place(Known(report))
+    if found is None or report.cause.startswith("scale collapse"):
+        return report
+    more = "" if report.cause in ("", "unknown") else f"; {report.cause}"
+    return replace(report, cause=f"{found.text}{more}")
 
 
 def _run_all(parts: Parts, request: DumpRequest, window: list[MicroBatch]) -> tuple[_Own, SecondRun]:

@@ -20,11 +20,9 @@ class Call:
 
     Attributes:
         layer: clean name of the module.
-        number: from 1 in the micro-batch; None for a recomputed call that cannot be matched to the original one, and
-            in compiled code.
+        number: from 1 in the micro-batch; None in compiled code.
         parent: the call it ran in, None for the root.
         takes_tensors: whether a tensor of any kind was found among its arguments.
-        had_graph: whether autograd recorded it; not so under ``no_grad`` and in reentrant checkpointing.
         is_ordered: whether it is known which calls came before it; not so in compiled code.
         inputs, outputs: sightings of its tensors.
         children: calls made in it, in order.
@@ -32,7 +30,6 @@ class Call:
 
     __slots__ = (
         "children",
-        "had_graph",
         "inputs",
         "layer",
         "micro_batch",
@@ -49,7 +46,6 @@ class Call:
         self.number = number
         self.micro_batch = micro_batch
         self.parent = parent
-        self.had_graph = False
         self.takes_tensors = False
         self.inputs: list[Sighting] = []
         self.outputs: list[Sighting] = []

@@ -153,6 +153,7 @@ class ForwardProbe:
     def forget_window(self) -> None:
         """Drop the record of the window."""
         self.calls = []
+        self._recomputation.forget_window()
         self.begin_micro_batch(0)
 
     def silent_modules(self) -> list[str]:
@@ -165,7 +166,7 @@ class ForwardProbe:
     def before(self, layer: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
         """A module is about to run."""
         if in_backward():
-            self._recomputation.before(layer, self.calls, _tensors((args, kwargs)))
+            self._recomputation.before(layer, _tensors((args, kwargs)))
             return
         if not self._stack and not torch.is_grad_enabled():
             self.on_idle()
@@ -176,6 +177,8 @@ class ForwardProbe:
         call = Call(layer, number, self._micro_batch, self._stack[-1] if self._stack else None)
         self.calls.append(call)
         self._stack.append(call)
+        if not torch.is_grad_enabled():
+            self._recomputation.note(call)
         for tensor in tensors_in((args, kwargs) if kwargs else args):
             call.takes_tensors = True
             if _can_be_bad(tensor):
@@ -231,8 +234,6 @@ class ForwardProbe:
         sighting.order = self.board.reduce(region, tensor, sighting)
         if sighting.order is None:
             self.unchecked.add(f"{slot} of {call.layer or '(root)'}: {tensor.dtype} {type(tensor).__name__}")
-        if tensor.grad_fn is not None and slot == "output":
-            call.had_graph = True
         return sighting
 
     def _watch_gradient(self, sighting: Sighting, tensor: Tensor, call: Call) -> None:

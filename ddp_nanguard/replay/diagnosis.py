@@ -7,6 +7,7 @@ from typing import Any
 
 from ddp_nanguard.dump.read import Dump
 from ddp_nanguard.errors import DumpError
+from ddp_nanguard.site import Phase
 
 from .outcome import Outcome, Result
 from .reasons import Facts, Reason, reason_for
@@ -77,10 +78,22 @@ def facts_of(dump: Dump, traced: Traced | None, outcome: Result | None) -> Facts
         histories={rank: dump.history(rank) for rank in dump.ranks},
         optimizers=_optimizers(dump),
         dtypes=dtypes,
+        batch=_batch(dump) if traced is None else None,
         outcome=str(outcome.outcome) if outcome is not None else None,
         differs=tuple(outcome.differs) if outcome is not None else (),
         was_compiled=bool(dump.manifest["wrapper_description"].get("compiled")),
     )
+
+
+def _batch(dump: Dump) -> Any:
+    """What a bad input is looked for in."""
+    origin = dump.report.origin
+    if origin is None or origin.phase is not Phase.INPUT or origin.rank not in dump.ranks:
+        return None
+    try:
+        return next((m.batch for m in dump.window(origin.rank) if m.index == origin.micro_batch), None)
+    except DumpError:
+        return None
 
 
 def _optimizers(dump: Dump) -> list[dict[str, Any]]:

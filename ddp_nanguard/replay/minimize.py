@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ddp_nanguard.batch import batch_size
 from ddp_nanguard.window import MicroBatch
 
 from .experiments import Finding
 from .session import Session
-from .traced import batch_size
 
 MAX_RUNS = 200
 

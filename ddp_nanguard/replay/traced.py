@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-import numpy as np
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ddp_nanguard.scan import named_tensors_in, path_text
+from ddp_nanguard.batch import batch_arrays, batch_size, batch_tensors
 from ddp_nanguard.window import MicroBatch
 
 from .events import Event, quick_kind
@@ -245,35 +243,3 @@ def _is_at(parameter: Tensor, tensor: Tensor) -> bool:
 
 
 _WORDS = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}
-
-
-def batch_tensors(batch: Any) -> dict[str, Tensor]:
-    """Tensors of a batch by ``batch[...]``."""
-    return {f"batch{path_text(path)}": tensor for path, tensor in named_tensors_in(batch)}
-
-
-def batch_arrays(batch: Any) -> dict[str, np.ndarray[Any, Any]]:
-    """Floating numpy arrays of a batch by ``batch[...]``."""
-    leaves = {f"batch{path_text(path)}": leaf for path, leaf in batch_leaves(batch)}
-    return {name: leaf for name, leaf in leaves.items() if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fc"}
-
-
-def batch_leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """(path, value) of what is no container, in plain containers."""
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if _is_sequence(value) else None
-    if items is None:
-        yield path, value
-        return
-    for key, item in items:
-        yield from batch_leaves(item, (*path, key))
-
-
-def _is_sequence(value: Any) -> bool:
-    return isinstance(value, (list, tuple))
-
-
-def batch_size(batch: Any) -> int | None:
-    """The commonest length of dim 0 among the batch's tensors, the first of equals."""
-    lengths = [tensor.shape[0] for _, tensor in named_tensors_in(batch) if tensor.dim() > 0]
-    lengths += [array.shape[0] for array in batch_arrays(batch).values() if array.ndim]
-    return Counter(lengths).most_common(1)[0][0] if lengths else None

@@ -7,8 +7,8 @@ from ddp_nanguard.replay.diagnosis import Diagnosis
 from ddp_nanguard.replay.events import Event, Operand
 from ddp_nanguard.replay.experiments import Finding
 from ddp_nanguard.replay.lines import Line
-from ddp_nanguard.replay.reasons.facts import Reason
 from ddp_nanguard.replay.traced import Traced
+from ddp_nanguard.why import Reason
 
 _WORDS = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}
 MAX_SITES = 6
@@ -44,8 +44,7 @@ def trace_text(traced: Traced) -> str:
 
 def reason_text(reason: Reason) -> str:
     """One sentence and the evidence."""
-    kind = "" if reason.sentence.startswith(f"{reason.kind}:") else f"{reason.kind}: "
-    lines = [f"reason: {kind}{reason.sentence}"]
+    lines = [f"reason: {reason.text}"]
     lines += [_line("evidence" if index == 0 else "", text) for index, text in enumerate(reason.evidence)]
     return "\n".join(lines) + "\n"
 

@@ -215,11 +215,11 @@ def test_the_process_goes_on_after_a_raise() -> None:
         try:
             optimizer.step()
         except NonFiniteError as error:
-            assert error.report.origin is not None
-            told.append((number, error.report.step, error.report.origin.micro_batch))
+            report = error.report.to_dict()
+            told.append((number, report["step"], report["origin"]["micro_batch"]))
         optimizer.zero_grad()
     guard.close()
-    assert told == [(4, 3, 1), (9, 8, 1)], "told one step later; the step in which it is told has no update"
+    assert told == [(4, 3, 1), (9, 7, 1)], "told one step later; a window that ends in a raise has no number"
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 

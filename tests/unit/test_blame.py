@@ -353,6 +353,52 @@ def test_a_checkpoint_within_a_reentrant_one_is_named_once() -> None:
     assert place_of(report) == ("backward", "outer.bad", 1, "grad")
 
 
+class OnIn(Bad):
+    """Spoils the gradient in one of its calls of a micro-batch; a recomputation counts on."""
+
+    def __init__(self, *calls: int) -> None:
+        super().__init__(backward=True)
+        self.calls, self.called = calls, 0
+
+    def forward(self, values: Tensor) -> Tensor:
+        self.called += 1
+        return spoil_gradient(values, self.on and self.called in self.calls)
+
+
+@pytest.mark.parametrize(("bad", "number"), [(OnIn(1, 3), 1), (OnIn(2, 4), 2)], ids=["first", "second"])
+def test_several_calls_in_a_reentrant_checkpoint_are_told_apart(bad: OnIn, number: int) -> None:
+    def plant(on: bool) -> None:
+        bad.on, bad.called = on, 0
+
+    twice = Model(lambda m, x: m.bad(m.bad(x).tanh()), bad=bad)
+    report = report_of(
+        Model(lambda m, x: checkpoint(m.twice, x, use_reentrant=True), twice=twice), batches(), plant=plant
+    )
+    assert place_of(report) == ("backward", "twice.bad", number, "grad")
+
+
+class BadBegin(nn.Module):
+    """Its own code spoils the gradient of its input while ``on``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.on = linear(), False
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.layer(spoil_gradient(values, self.on))  # type: ignore[no-any-return]  # modules return Any
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")  # the first run has no graph
+def test_code_at_the_start_of_a_reentrant_checkpoint_within_another_one() -> None:
+    inner = BadBegin()
+    outer = Model(lambda m, x: checkpoint(m.inner, x, use_reentrant=True), inner=inner)
+    model = Model(lambda m, x: checkpoint(m.outer, x, use_reentrant=True), outer=outer)
+    report = report_of(model, batches(), plant=switch(inner))
+    assert place_of(report) == ("backward", "outer.inner", 1, "grad")
+    assert report is not None and report.origin is not None and report.origin.between is not None
+    assert report.origin.between.layer == "outer.inner"
+
+
 def test_a_module_that_is_registered_twice_does_not_share_its_weight_with_others() -> None:
     bad = BadWeight(WIDTH, WIDTH)
     model = Model(lambda m, x: m.again.inner(m.inner(x)), inner=bad, again=nn.ModuleDict({"inner": bad}))

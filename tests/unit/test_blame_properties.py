@@ -90,8 +90,7 @@ def _bodies(depth: int, shared: tuple[Part, ...]) -> st.SearchStrategy[tuple[Par
     twins = st.tuples(*[st.sampled_from(("linear", "norm", "drop")).map(Part)] * 2)
     parts = [_layers(), _layers(), st.sampled_from(LINES).map(Part), twins.map(lambda body: Part("fork", body=body))]
     if shared:
-        hows = st.sampled_from([how for how in HOWS if how != "reentrant"])
-        parts.append(st.builds(_recalled, st.sampled_from(shared), hows))
+        parts.append(st.builds(_recalled, st.sampled_from(shared), st.sampled_from(HOWS)))
     if depth:
         nested = _bodies(depth - 1, shared)
         parts += [st.builds(Part, st.just("tree"), st.sampled_from(HOWS), st.sampled_from(GIVES), nested)] * 2
@@ -99,6 +98,9 @@ def _bodies(depth: int, shared: tuple[Part, ...]) -> st.SearchStrategy[tuple[Par
 
 
 def _recalled(part: Part, how: str) -> Part:
+    """Called from one more place; what it gives is settled, and a reentrant checkpoint gives no dicts."""
+    if how == "reentrant" and part.gives in ("dict", "dataclass"):
+        how = "checkpoint"
     return Part(part.kind, how, part.gives, part.body, part.shared)
 
 
@@ -300,11 +302,10 @@ class Net(nn.Module):
 
 @dataclass
 class Visit:
-    """One call of one module, as the data has it; ``repeats``: how many reentrant checkpoints it runs in."""
+    """One call of one module, as the data has it."""
 
     layer: str
     number: int
-    repeats: int
     used: bool
     children: list[tuple[Path, Visit]] = field(default_factory=list)
 
@@ -337,21 +338,19 @@ class Walk:
         self._forks: dict[Path, tuple[Visit, tuple[str, ...]]] = {}
         self.spots: list[tuple[Path, str]] = []
         self._name(tree, "tree")
-        self._tree(tree, "tree", (), None, repeats=0, used=True)
+        self._tree(tree, "tree", (), None, used=True)
         self.spots = [spot for spot in self.spots if self._is_settled(*spot)]
 
     def _is_settled(self, path: Path, place: str) -> bool:
         """Whether the data decides what must be said.
 
-        Left out: an unused branch that spoils the statistics of a norm after it, which stops the run as bad state;
-        gradients in one of several calls that reentrant checkpointing repeats, which cannot be told apart; and those
-        in reentrant checkpoints of each other, where the inner one's input is seen by nobody.
+        Left out: an unused branch that spoils the statistics of a norm after it, which stops the run as bad state.
         """
         visit = self._lines[path] if path in self._lines else self._layers[path][0]
         if not visit.used and place == "output":
             after = [at for at, (_, part) in self._layers.items() if part.kind == "norm" and at >= path]
             return not after
-        return place != "grad" or not (visit.repeats > 1 or (visit.repeats and self._counts[visit.layer] > 1))
+        return True
 
     def _name(self, part: Part, name: str) -> None:
         """A shared module is called by the first place that it is registered at."""
@@ -362,18 +361,16 @@ class Walk:
         for index, child in enumerate(part.body):
             self._name(child, f"{name}.m{index}")
 
-    def _visit(
-        self, part: Part, name: str, path: Path, parent: Visit | None, *, repeats: int, used: bool
-    ) -> tuple[Visit, str]:
+    def _visit(self, part: Part, name: str, path: Path, parent: Visit | None, *, used: bool) -> tuple[Visit, str]:
         name = name if part.shared is None else self._names[part.shared]
         self._counts[name] += 1
-        visit = Visit(name, self._counts[name], repeats, used)
+        visit = Visit(name, self._counts[name], used)
         if parent is not None:
             parent.children.append((path, visit))
         return visit, name
 
-    def _tree(self, part: Part, name: str, path: Path, parent: Visit | None, *, repeats: int, used: bool) -> None:
-        visit, name = self._visit(part, name, path, parent, repeats=repeats, used=used)
+    def _tree(self, part: Part, name: str, path: Path, parent: Visit | None, *, used: bool) -> None:
+        visit, name = self._visit(part, name, path, parent, used=used)
         for index, child in enumerate(part.body):
             here = (*path, index, 0)
             if child.kind == "fork":
@@ -381,14 +378,13 @@ class Walk:
             elif child.is_line:
                 self._line(child, here, visit)
             else:
-                again = repeats + (child.how == "reentrant")
                 for number in range(2 if child.how == "twice" else 1):
                     act = self._tree if child.kind == "tree" else self._layer
                     place = (*path, index, number)
-                    act(child, f"{name}.m{index}", place, visit, repeats=again, used=used and child.how != "unused")
+                    act(child, f"{name}.m{index}", place, visit, used=used and child.how != "unused")
 
-    def _layer(self, part: Part, name: str, path: Path, parent: Visit | None, *, repeats: int, used: bool) -> None:
-        visit, _ = self._visit(part, name, path, parent, repeats=repeats, used=used)
+    def _layer(self, part: Part, name: str, path: Path, parent: Visit | None, *, used: bool) -> None:
+        visit, _ = self._visit(part, name, path, parent, used=used)
         self._layers[path] = visit, part
         self.spots.append((path, "output"))
         if part.kind != "writes":
@@ -400,7 +396,7 @@ class Walk:
         names = tuple(f"{name}_{side}" for side in range(len(part.body)))
         for side, twin in enumerate(part.body):
             place = (*path, side)
-            self._layer(twin, names[side], place, parent, repeats=parent.repeats, used=parent.used)
+            self._layer(twin, names[side], place, parent, used=parent.used)
             self._forks[place] = parent, names
 
     def _line(self, part: Part, path: Path, visit: Visit) -> None:

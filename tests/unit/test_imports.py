@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "ddp_nanguard"
 
-LEAVES = {"site", "scan", "rng", "config", "errors"}
+LEAVES = {"site", "scan", "rng", "config", "errors", "batch", "why"}
 """torch, numpy and the standard library only; no torch.distributed, no files."""
 TOP = {"cli", "demo", "drill", "drill_job", "integrations", "report"}
 FORBIDDEN = {
@@ -22,6 +22,7 @@ FORBIDDEN = {
     "board": {"guard", "replay", "dump", "probes", "wrappers", "verdict", *TOP},
     "guard": {"replay", *TOP},
     "policy": {"guard", "replay", *TOP},
+    "cause": {"guard", "policy", "replay", *TOP},
     "rerun": {"guard", *TOP},  # it alone takes the replay, within a function and on a fault
     "replay": {"cli", "demo", "drill", "drill_job", "integrations"},
 }

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ddp_nanguard import why
+
 from . import division, domain, job, numbers, outside
 from .facts import Facts, Reason, at
 
@@ -15,10 +17,10 @@ Rule = Callable[[Facts], Reason | None]
 
 RULES: tuple[Rule, ...] = (
     # what the report alone settles
-    job.hyper_parameter,
+    why.hyper_parameter,
     job.compiled_kernel,
     job.not_reproduced,
-    job.reduce_overflow,
+    why.reduce_overflow,
     job.update_overflow,
     # a value that came from outside needs no operator to explain it
     outside.state_bad,

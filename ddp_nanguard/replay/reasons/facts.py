@@ -2,68 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ddp_nanguard.replay.events import Event, hit_mask
 from ddp_nanguard.replay.traced import Traced
-from ddp_nanguard.site import FaultReport, Site
-
-WORDS = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}
-
-
-@dataclass(frozen=True)
-class Reason:
-    """Why a value went bad.
-
-    Attributes:
-        kind: from the closed list of `KINDS`.
-        sentence: one, without a full stop.
-        evidence: what it rests on.
-    """
-
-    kind: str
-    sentence: str
-    evidence: tuple[str, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready data."""
-        return {"kind": self.kind, "sentence": self.sentence, "evidence": list(self.evidence)}
+from ddp_nanguard.why import WORDS, Known, Reason, listed
 
 
 @dataclass
-class Facts:
-    """What is known of a fault.
+class Facts(Known):
+    """What is known of a fault, with what its replay showed.
 
     Attributes:
-        report: of the dump; None in a trace without one.
         traced: the traced step, None where it was not run.
-        histories: rank -> arrays of ``history.npz``.
-        optimizers: class and groups, as in the dump's ``state.json``.
-        dtypes: dtype of each parameter.
         outcome: of the plain replay (``same``, ``not_reproduced``, ...), None where it was not run.
         differs: what was not as recorded in the replay.
         was_compiled: whether torch.compile had compiled the model in training.
     """
 
-    report: FaultReport | None = None
     traced: Traced | None = None
-    histories: Mapping[int, Mapping[str, np.ndarray[Any, Any]]] = field(default_factory=dict)
-    optimizers: list[dict[str, Any]] = field(default_factory=list)
-    dtypes: Mapping[str, str] = field(default_factory=dict)
     outcome: str | None = None
     differs: tuple[str, ...] = ()
     was_compiled: bool = False
-
-    @property
-    def origin(self) -> Site | None:
-        """The origin of the report."""
-        return self.report.origin if self.report is not None else None
 
     @property
     def birth(self) -> Event | None:
@@ -121,7 +85,4 @@ def is_zero(value: Tensor) -> Tensor:
     return value == 0
 
 
-def listed(values: list[Any], limit: int = 5) -> str:
-    """``3, 17, ... (9 in all)``."""
-    shown = ", ".join(str(value) for value in values[:limit])
-    return shown if len(values) <= limit else f"{shown}, ... ({len(values)} in all)"
+__all__ = ["WORDS", "Facts", "Reason", "listed"]

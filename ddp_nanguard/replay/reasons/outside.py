@@ -3,40 +3,31 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
-from torch import Tensor
 
+from ddp_nanguard import why
+from ddp_nanguard.batch import batch_arrays, batch_leaves, batch_tensors
 from ddp_nanguard.replay.events import Event
-from ddp_nanguard.replay.traced import batch_arrays, batch_leaves, batch_tensors
 from ddp_nanguard.scan import path_text
-from ddp_nanguard.site import Phase
 
-from .facts import WORDS, Facts, Reason, at, listed
+from .facts import WORDS, Facts, Reason, at
 
 
 def state_bad(facts: Facts) -> Reason | None:
     """A parameter, buffer or optimizer state was non-finite before the step."""
-    birth, report, origin = facts.birth, facts.report, facts.origin
-    if birth is not None:
-        names = [] if _is_mask(birth) else [name for name in birth.outside if name and not _is_other(name)]
-        if not names:
-            return None
-        inputs = {o.name: o for o in birth.inputs if o.name in names}
-        counts = [
-            f"{name}: {o.num_nan} NaN, {o.num_inf} +Inf, {o.num_neg_inf} -Inf of {o.numel}"
-            for name, o in inputs.items()
-        ]
-        kind = WORDS[birth.kind] if not inputs else WORDS[next(iter(inputs.values())).kind or birth.kind]
-    elif origin is not None and origin.phase is Phase.STATE and origin.taken_in is None:
-        names, kind, counts = [origin.slot], WORDS[origin.kind], []
-    else:
+    birth = facts.birth
+    if birth is None:
+        return why.state(facts)
+    names = [] if _is_mask(birth) else [name for name in birth.outside if name and not _is_other(name)]
+    if not names:
         return None
-    when = "before any training" if report is not None and report.step == 0 else "before the step"
-    damaged = list(report.state) if report is not None else []
-    evidence = [*counts, *([f"damaged: {listed(damaged, 8)}"] if damaged else [])]
-    return Reason("state", f"{listed(names)} held {kind} {when}", tuple(evidence))
+    inputs = {o.name: o for o in birth.inputs if o.name in names}
+    counts = [
+        f"{name}: {o.num_nan} NaN, {o.num_inf} +Inf, {o.num_neg_inf} -Inf of {o.numel}" for name, o in inputs.items()
+    ]
+    kind = birth.kind if not inputs else next(iter(inputs.values())).kind or birth.kind
+    return why.bad_state(facts, names, WORDS[kind], tuple(counts))
 
 
 def _is_mask(birth: Event) -> bool:
@@ -57,53 +48,18 @@ def is_batch(name: str) -> bool:
 def bad_input(facts: Facts) -> Reason | None:
     """The batch held a non-finite value that the fault comes from."""
     birth, traced = facts.birth, facts.traced
-    if birth is None or traced is None or _is_mask(birth):
+    if traced is None:
+        return why.bad_input(facts)
+    if birth is None or _is_mask(birth):
         return None
     names = [name for name in birth.outside if is_batch(name)]
     named = {name: torch.from_numpy(array) for name, array in batch_arrays(traced.batch).items()}
     named |= batch_tensors(traced.batch)
-    tensor = next((named[name] for name in names if name in named), None)
-    if tensor is None:
+    name = next((name for name in names if name in named), None)
+    if name is None:
         return None
-    bad = ~torch.isfinite(torch.view_as_real(tensor).sum(-1) if tensor.is_complex() else tensor)
-    kind = "NaN" if bool(torch.isnan(tensor).any()) else "Inf"
-    if not bool(bad.any()):
-        return None  # changed in place since
-    first = bad.nonzero()[0].tolist()
-    rows = _rows(bad, traced.batch_size)
-    place = f"{names[0]}[{', '.join(map(str, first))}]" if first else names[0]
-    samples = f", sample{'s' if len(rows) > 1 else ''} {listed(rows)}" if rows else ""
-    evidence = [f"{int(bad.sum())} of {bad.numel()} elements, first {place}", f"first taken in by {at(birth)}"]
-    evidence += _ids(traced.batch, rows, names[0])
-    return Reason("bad input", f"{names[0]} holds {kind}{samples}", tuple(evidence))
-
-
-def _rows(bad: Tensor, size: int | None) -> list[int]:
-    if not bad.dim() or bad.shape[0] != size:
-        return []
-    return [int(row) for row in bad.reshape(bad.shape[0], -1).any(1).nonzero().reshape(-1).tolist()]
-
-
-def _ids(batch: Any, rows: list[int], name: str) -> list[str]:
-    """What else the batch says about the samples: strings and whole numbers, one per sample."""
-    if not rows:
-        return []
-    found = []
-    for path, values in _columns(batch, ()):
-        text = f"batch{path_text(path)}"
-        if text != name and len(values) > max(rows):
-            found.append(f"{text} of these samples: {listed([values[row] for row in rows])}")
-    return found[:4]
-
-
-def _columns(value: Any, path: tuple[Any, ...]) -> list[tuple[tuple[Any, ...], list[Any]]]:
-    if isinstance(value, Tensor):
-        is_whole = value.dim() == 1 and not value.is_floating_point() and not value.is_complex()
-        return [(path, value.tolist())] if is_whole else []
-    if isinstance(value, (list, tuple)) and value and all(isinstance(item, (str, int)) for item in value):
-        return [(path, list(value))]
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
-    return [column for key, item in items for column in _columns(item, (*path, key))]
+    taken = f"first taken in by {at(birth)}"
+    return why.bad_item(name, named[name], traced.batch, traced.batch_size, taken)
 
 
 def uninitialised(facts: Facts) -> Reason | None:
