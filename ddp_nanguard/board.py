@@ -180,8 +180,8 @@ class Board:
         """
         self._order = order = self._order + 1
         if is_plain(tensor):
-            plain = tensor.detach() if tensor.requires_grad else tensor
-            self._page(tensor).reduce(plain, order, region, note)
+            page = self._pages.get((tensor.device, tensor.dtype)) or self._page(tensor)
+            page.reduce(tensor.detach() if tensor.requires_grad else tensor, order, region, note)
             return order
         parts = dense_parts(tensor)
         if parts is None:

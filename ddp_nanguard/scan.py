@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,10 +85,16 @@ def _subclass_parts(tensor: Tensor) -> list[Tensor] | None:
     return found
 
 
-def tensors_in(value: Any, depth: int = 8) -> Iterator[Tensor]:
-    """Every tensor in a container of any kind: tuple, list, mapping, dataclass, namedtuple, model output, nested."""
-    for _, tensor in named_tensors_in(value, (), depth):
-        yield tensor
+def tensors_in(value: Any, depth: int = 8) -> Sequence[Tensor]:
+    """Every tensor in a container of any kind: tuple, list, mapping, dataclass, namedtuple, model output, nested.
+
+    What hooks mostly get, one tensor or a tuple of them, costs next to nothing.
+    """
+    if type(value) is Tensor:
+        return (value,)
+    if type(value) is tuple and all(type(item) is Tensor for item in value):
+        return value
+    return [tensor for _, tensor in named_tensors_in(value, (), depth)]
 
 
 def named_tensors_in(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 from torch.autograd import Variable
 
@@ -22,46 +21,50 @@ from .calls import Call, Sighting
 
 
 class BackwardProbe:
-    """Watches gradients of activations, and tells when a backward pass has ended."""
+    """Watches gradients of activations, and tells when a backward pass has ended.
+
+    Attributes:
+        on_end: called after each backward pass.
+        ran: whether one has run in the micro-batch.
+        ran_since_verdict: whether one has run in the window.
+        is_entered: whether one is running.
+        is_closed: whether activations are not watched, or no longer: graphs that outlive the guard hold its hooks.
+    """
 
     def __init__(self, board: Board, probes_activations: bool) -> None:
         self.board = board
-        self._probes_activations = probes_activations
         self.on_end: Callable[[], None] = _nothing
         self.ran = False
         self.ran_since_verdict = False
-        self._task: int | None = None
+        self.is_closed = not probes_activations
+        self.is_entered = False
 
     def watch(self, tensor: Tensor, sighting: Sighting) -> None:
         """Probe the gradient of a non-leaf tensor when backward reaches it."""
-        if self._probes_activations:
+        if not self.is_closed:
             tensor.register_hook(GradientHook(self, sighting))  # type: ignore[no-untyped-call]  # torch's own
 
     def enter(self) -> None:
-        """To be called by every hook that runs in backward; the first one arranges for the end."""
+        """To be called by the first hook that runs in a backward, or by all; it arranges for the end."""
         self.ran = self.ran_since_verdict = True
-        if self._task is None:
-            self._task = torch._C._current_graph_task_id()
+        if not self.is_entered:
+            self.is_entered = True
             Variable._execution_engine.queue_callback(self._first_callback)
-
-    def is_closed(self) -> bool:
-        """Whether hooks of graphs that outlive the guard are to stay silent."""
-        return not self._probes_activations
 
     def reset(self) -> None:
         """A backward pass that raised never ended."""
-        self._task = None
+        self.is_entered = False
 
     def close(self) -> None:
         """Graphs that are still alive hold the hooks: they must not lead to the guard."""
         self.on_end = _nothing
-        self._probes_activations = False
+        self.is_closed = True
 
     def _first_callback(self) -> None:
         Variable._execution_engine.queue_callback(self._second_callback)
 
     def _second_callback(self) -> None:
-        self._task = None
+        self.is_entered = False
         self.on_end()
 
 
@@ -78,13 +81,15 @@ class GradientHook:
     def __call__(self, gradient: Tensor) -> None:
         """Backward has reached the tensor."""
         probe = self.probe
-        if probe is not None and not probe.is_closed():
+        if probe is None or probe.is_closed:
+            return
+        if not (probe.is_entered and probe.ran):
             probe.enter()
-            meter = probe.board.meter
-            if meter is None:
-                probe.board.reduce(Region.EVIDENCE, gradient, self)
-            else:
-                meter.run(probe.board.reduce, Region.EVIDENCE, gradient, self)
+        board = probe.board
+        if board.meter is None:
+            board.reduce(Region.EVIDENCE, gradient, self)
+        else:
+            board.meter.run(board.reduce, Region.EVIDENCE, gradient, self)
 
     @property
     def call(self) -> Call:

@@ -55,7 +55,7 @@ class GradientProbe:
         self.micro_batch: int | None = 0
         self._parameters = [(name, parameter) for name, parameter in parameters if not is_ignored(name)]
         self._reduced = {name: GradientNote(name, None, reduced=True) for name, _ in self._parameters}
-        self._notes: dict[tuple[str, int | None], GradientNote | None] = {}
+        self._local_notes: dict[int | None, dict[str, tuple[Region, GradientNote]]] = {}
         self._local = local
         self._is_ignored = is_ignored
         self._covered: dict[int, tuple[weakref.ref[Tensor], int]] = {}
@@ -69,18 +69,18 @@ class GradientProbe:
             meter.run(self._see_local, name, gradient)
 
     def _see_local(self, name: str, gradient: Tensor) -> None:
-        self.backward.enter()
-        note = self._note(name)
-        if note is not None:
-            self.board.reduce(self._region(name), gradient, note)
-
-    def _note(self, name: str) -> GradientNote | None:
-        """The same one in every step; None for an ignored parameter."""
-        key = (name, self.micro_batch)
-        if key not in self._notes:
-            ignored = self._is_ignored(name)
-            self._notes[key] = None if ignored else GradientNote(name, self.micro_batch, reduced=False)
-        return self._notes[key]
+        backward = self.backward
+        if not (backward.is_entered and backward.ran):
+            backward.enter()
+        known = self._local_notes.get(self.micro_batch)
+        if known is None:
+            known = self._local_notes[self.micro_batch] = {}
+        if name not in known:
+            if self._is_ignored(name):
+                return
+            known[name] = (self._region(name), GradientNote(name, self.micro_batch, reduced=False))
+        region, note = known[name]
+        self.board.reduce(region, gradient, note)
 
     def see_reduced(self) -> None:
         """The gradients have been communicated: look at what the optimizer will use."""

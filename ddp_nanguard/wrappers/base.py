@@ -164,7 +164,8 @@ class GradientWatch:
     def report(self, name: str, gradient: torch.Tensor) -> None:
         """Pass a gradient on, as the local tensor; called by the hooks."""
         if self._armed and self._on_gradient is not None:
-            self._on_gradient(name, self._wrapper.local(gradient))
+            is_plain = type(gradient) is torch.Tensor
+            self._on_gradient(name, gradient if is_plain else self._wrapper.local(gradient))
 
     def hook_leaf(self, name: str, parameter: torch.Tensor) -> None:
         """Hook ``parameter`` unless it is hooked already or takes no gradient."""
