@@ -40,6 +40,7 @@ from benchmarks.watches import GUARDS, PEERS, Control, Watch, is_installed  # no
 from benchmarks.workloads import MODELS, Case, Loop, Seconds  # noqa: E402
 
 GENEROUS = 3.0
+COLUMNS = [make().name for make in (Control, *GUARDS, *PEERS)]
 
 
 @dataclass
@@ -74,7 +75,7 @@ class Extent:
     rounds: int
     seconds: float
     warm_up: int
-    peers: bool
+    columns: list[str]
 
 
 class Remarks(logging.Handler):
@@ -98,16 +99,18 @@ def measure(case: Case, extent: Extent) -> dict[str, Any]:
     before = load()
     remarks = Remarks()
     torch._dynamo.reset()
+    counters.clear()
     torch._dynamo.config.recompile_limit = 64  # every loop has a model of its own, of the same code
     torch._dynamo.config.skip_nnmodule_hook_guards = False  # else one without hooks lends its graph to all
     plain = Loop(case, Watch())
-    guards, missing = _built(case, [Control, *GUARDS])
-    others, not_installed = _built(case, PEERS if extent.peers and not case.compiled else [])
+    wanted = [make for make in (Control, *GUARDS, *PEERS) if make().name in extent.columns]
+    guards, _ = _built(case, [make for make in wanted if make not in PEERS])
+    others, missing = _built(case, [make for make in wanted if make in PEERS and not case.compiled])
     _warm_up(case, extent, plain, guards + others)
     graphs, breaks = _graphs(), sum(counters["graph_break"].values())
     for _ in range(extent.runs):
         _run(case, extent, plain, guards, others)
-    rows = [*(column.row() for column in guards + others), *missing, *not_installed]
+    rows = [*(column.row() for column in guards + others), *missing]
     for column in guards + others:
         column.loop.close()
     return {
@@ -262,7 +265,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=200, help="at most, per run and case")
     parser.add_argument("--seconds", type=float, default=10.0, help="at most, per run and case")
     parser.add_argument("--warm-up", type=int, default=4, help="rounds")
-    parser.add_argument("--no-peers", action="store_true", help="this package's levels only")
+    parser.add_argument("--columns", nargs="+", choices=COLUMNS, default=COLUMNS, help="by name; default: all")
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--plot", type=Path, help="directory for the plots")
     options = parser.parse_args()
@@ -284,7 +287,7 @@ def _count_all(options: argparse.Namespace) -> None:
 
 
 def _measure_all(options: argparse.Namespace) -> None:
-    extent = Extent(options.runs, options.rounds, options.seconds, options.warm_up, not options.no_peers)
+    extent = Extent(options.runs, options.rounds, options.seconds, options.warm_up, options.columns)
     rows = []
     for case in _cases(options):
         rows.append(measure(case, extent))

@@ -6,8 +6,8 @@ handed to it as it is on the device, so no step waits for the host. The flag of 
 judged; by then its gradients are gone, but its slots, micro-batches, random states, buffers and scale were kept, and
 the weights are those from before it. The fault path then runs with all that put in place of the present step's.
 
-A fused SGD that skips its very first step reads a momentum that was never written, so steps are judged at once until
-every parameter has been updated once.
+A fused SGD that skips the first step of a parameter reads a momentum later that was never written, so a step is judged
+at once where a parameter with a gradient has no state yet: it is new, unfrozen, or its state was cleared.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class Pending:
     window: Window
     reduced_in: set[int]
     calls: list[Call]
+    hyper_parameters: list[tuple[str, float | Tensor]]
 
 
 class Deferral:
@@ -54,7 +55,6 @@ class Deferral:
         self._spare = parts.window.twin()
         self._flag: Tensor | None = None
         self._handed: dict[int, Tensor | None] = {}
-        self._updated: dict[int, int] = {}
         self._blocks_from = _blocks_from(parts)
 
     # -- one step, in order ------------------------------------------------------------------------------------------
@@ -68,18 +68,21 @@ class Deferral:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        severity, _, share = pending.answer.read()
-        self._parts.budget.heard(share)
-        if severity is Severity.CLEAN:
-            policy.note_clean()
-        else:
-            with self._as_it_was(pending):
-                policy.go_on(severity, pending.step)
-        pending.window.clear()
+        try:
+            severity, _, share = pending.answer.read()
+            self._parts.budget.heard(share)
+            if severity is Severity.CLEAN:
+                policy.note_clean()
+            else:
+                with self._as_it_was(pending):
+                    policy.go_on(severity, pending.step)
+                self._parts.window.heal_copies(pending.window)
+        finally:
+            pending.window.clear()
 
     def can_wait(self) -> bool:
-        """Whether each parameter that has a gradient has been updated before."""
-        return all(_num_gradients(each) <= self._updated.get(id(each), 0) for each in self._parts.optimizers)
+        """Whether each parameter that has a gradient has the state that its update reads."""
+        return all(_has_state(optimizer) for optimizer in self._parts.optimizers)
 
     def put_off(self, step: int, answer: Answer) -> None:
         """Keep the step until its verdict is known; the window is a new one. Host sync: none."""
@@ -88,7 +91,8 @@ class Deferral:
         parts.board.keep(step)
         if parts.scaler is not None:
             parts.scaler.remember()
-        self._pending = Pending(step, answer, parts.window, parts.reduced_in, parts.forward.calls)
+        numbers = [(name, _kept(value)) for name, value in parts.state.hyper_parameters()]
+        self._pending = Pending(step, answer, parts.window, parts.reduced_in, parts.forward.calls, numbers)
         self._spare.clear()  # after a raise it holds the step that was told of
         parts.window, self._spare = self._spare, parts.window
 
@@ -104,7 +108,6 @@ class Deferral:
     def take_back(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer has stepped: ``found_inf`` as it was."""
         if id(optimizer) not in self._handed:
-            self._updated[id(optimizer)] = max(self._updated.get(id(optimizer), 0), _num_gradients(optimizer))
             return
         theirs = self._handed.pop(id(optimizer))
         if theirs is None:
@@ -117,22 +120,53 @@ class Deferral:
         self._flag = None
 
     @contextlib.contextmanager
+    def unheard_fault(self) -> Iterator[int | None]:
+        """For a rank that ends before it learns of the step before: that step, put in place, if it was bad.
+
+        Host sync: one read; only where a process ends.
+        """
+        pending = self._pending
+        if pending is None or not self._was_withheld(pending):
+            yield None
+            return
+        self._pending = None
+        with self._as_it_was(pending):
+            yield pending.step
+
+    def _was_withheld(self, pending: Pending) -> bool:
+        try:
+            return pending.answer.read()[0] >= self._blocks_from
+        except RuntimeError:
+            return False  # the device answers no more
+
+    @contextlib.contextmanager
     def _as_it_was(self, pending: Pending) -> Iterator[None]:
         parts = self._parts
         present = (parts.window, parts.reduced_in, parts.forward.calls)
         parts.window, parts.reduced_in, parts.forward.calls = pending.window, pending.reduced_in, pending.calls
-        parts.is_late = True
+        parts.is_late, parts.late_hyper_parameters = True, pending.hyper_parameters
         parts.board.recall(pending.step)
         try:
             yield
         finally:
             parts.board.forget_recalled()
-            parts.is_late = False
+            parts.is_late, parts.late_hyper_parameters = False, []
             parts.window, parts.reduced_in, parts.forward.calls = present
 
 
-def _num_gradients(optimizer: torch.optim.Optimizer) -> int:
-    return sum(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+def _kept(value: float | Tensor) -> float | Tensor:
+    """A number as it is now: the loop may write into a tensor before its step is known to be bad."""
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _has_state(optimizer: torch.optim.Optimizer) -> bool:
+    return all(
+        any(value is not None for value in optimizer.state.get(parameter, {}).values())
+        for group in optimizer.param_groups
+        if group.get("momentum") != 0  # without momentum SGD keeps none
+        for parameter in group["params"]
+        if parameter.grad is not None
+    )
 
 
 def _blocks_from(parts: Parts) -> int:

@@ -249,7 +249,7 @@ def _found(name: str, tensor: Tensor, allow_negative_inf: bool = False) -> list[
 
 def _bad_hyper_parameters(parts: Parts) -> list[Finding]:
     found: list[Finding] = []
-    for name, value in parts.state.hyper_parameters():
+    for name, value in parts.late_hyper_parameters if parts.is_late else parts.state.hyper_parameters():
         number = float(value)
         if is_bad_number(name, number):
             kind = kind_of(number, number)

@@ -7,6 +7,7 @@ Read on in: `probes` (what is looked at), `board` (where it is left), `verdict` 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import weakref
@@ -330,6 +331,7 @@ class NanGuard:
         """``verdict="deferred"``: the device decides about this update, the host learns of it at the next verdict."""
         assert self._deferral is not None
         self._deferral.put_off(self._step, answer)
+        self._last_update_judged = False
         self._judged, self._has_verdict, self._error, self._go_on = set(), True, None, True
         self._close_window()
         self._step += 1
@@ -344,6 +346,7 @@ class NanGuard:
             self._deferral.learn(self._policy)
         except NonFiniteError as error:
             self._judged, self._has_verdict, self._error = set(), True, _copy_of(error)
+            self._parts.board.discard()  # of the step that is given up with it
             self._close_window()
             raise
 
@@ -362,7 +365,9 @@ class NanGuard:
         if regions is None or self._regions_checked:
             return
         self._regions_checked = True
-        silent = sorted(set(regions.layers) - traced_layers(self._parts) - self._parts.forward.without_forward)
+        forward = self._parts.forward
+        ran = traced_layers(self._parts) | {call.layer for call in forward.calls}
+        silent = sorted(set(regions.layers) - ran - forward.without_forward)
         if silent:
             _log.warning("%s", unheard(silent))
 
@@ -431,7 +436,7 @@ class NanGuard:
         model = self._parts.wrapper.model
         is_compiled = getattr(model, "_compiled_call_impl", None) is not None
         entry, leaving = (UncompiledEntryHook, UncompiledExitHook) if is_compiled else (EntryHook, ExitHook)
-        come_late = self._parts.armed
+        come_late = self._parts.armed or any(self._parts.compiled)
         self._around = [model.register_forward_pre_hook(entry(self), with_kwargs=True, prepend=come_late)]
         if self._parts.root_is_traced:
             self._around.append(model.register_forward_hook(leaving(self)))
@@ -469,12 +474,14 @@ class NanGuard:
         """
         if self._left:
             return None
-        called = self._distress is not None and self._distress.was_called()
-        if not called and not self._policy.saw_something():
-            called = self._distress is not None and self._distress.hears_within(PATIENCE_S)
-            if not called:
-                return None
-        report = self._policy.dump_alone(self._step, f"this rank raised {type(error).__name__} on its own")
+        with self._unheard_fault() as late:
+            called = late is not None or (self._distress is not None and self._distress.was_called())
+            if not called and not self._policy.saw_something():
+                called = self._distress is not None and self._distress.hears_within(PATIENCE_S)
+                if not called:
+                    return None
+            step = self._step if late is None else late
+            report = self._policy.dump_alone(step, f"this rank raised {type(error).__name__} on its own")
         if report is None:  # the other thread is at it, and ends the process when it has done
             time.sleep(self._config.timeout_s)
         elif self._distress is not None:
@@ -482,11 +489,16 @@ class NanGuard:
             self._distress.wait_for_all()
         return self._config.exit_code
 
+    def _unheard_fault(self) -> contextlib.AbstractContextManager[int | None]:
+        return contextlib.nullcontext() if self._deferral is None else self._deferral.unheard_fault()
+
     def _called_by_peer(self, text: str) -> None:
         """A peer has fallen, and this rank's main thread may wait for it for ever. Runs on the distress thread."""
         if self._left or self._distress is None:
             return
-        if self._policy.dump_with_fallen_peer(self._step, text):
+        with self._unheard_fault() as late:
+            is_done = self._policy.dump_with_fallen_peer(self._step if late is None else late, text)
+        if is_done:
             self._distress.wait_for_all()
             leave(self._config.exit_code)
 

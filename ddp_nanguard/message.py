@@ -126,7 +126,7 @@ def _next_text(report: FaultReport, can_replay: bool) -> str:
     """The command that helps most with this fault; a replay only where one is possible."""
     origin, dump = report.origin, report.dump_path
     if origin is not None and origin.phase is Phase.REDUCE and can_replay and report.world_size > 1:
-        return f"torchrun --nproc-per-node {report.world_size} -m ddp_nanguard.replay.run {dump}"
+        return f"torchrun --nproc-per-node {report.world_size} -m ddp_nanguard.replay.run {dump} --trace"
     is_lost = origin is not None and origin.phase is Phase.OPTIMIZER and origin.layer is not None and report.state
     if is_lost:
         return f"ddp-nanguard show {dump}; to replay an update, train with keep_previous=True"

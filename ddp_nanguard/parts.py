@@ -63,6 +63,7 @@ class Parts:
     armed: bool = False
     saw_initial_buffers: bool = False
     is_late: bool = False
+    late_hyper_parameters: list[tuple[str, float | Tensor]] = field(default_factory=list)
 
     @property
     def name(self) -> str:

@@ -181,7 +181,7 @@ def _next(report: FaultReport) -> str:
         return "no dump was written, so there is nothing to replay; set dump_dir to a directory that can be written"
     if report.origin is not None and report.origin.rank is None and report.world_size > 1:
         # born in communication: one rank alone cannot show it
-        return f"torchrun --nproc-per-node {report.world_size} -m ddp_nanguard.replay.run {report.dump_path}"
+        return f"torchrun --nproc-per-node {report.world_size} -m ddp_nanguard.replay.run {report.dump_path} --trace"
     return f"ddp-nanguard replay {report.dump_path}"
 
 

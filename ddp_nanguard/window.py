@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import rng
 from .rng import RandomState
-from .scan import named_tensors_in, path_text
+from .scan import kind_in, named_tensors_in, path_text
 
 SMALL_BYTES = 2**20
 """Integer and boolean buffers up to this size (counters, usage tables) are copied too; larger ones are constants."""
@@ -96,6 +96,14 @@ class Window:
         for name, buffer in named:
             if name in saved:
                 buffer.copy_(saved[name])
+
+    @torch.no_grad()
+    def heal_copies(self, earlier: Window) -> None:
+        """Copies of buffers that the step before had spoilt become those from before that step. Host sync: many."""
+        for name, copied in self.buffers().items():
+            before = earlier.buffers().get(name)
+            if before is not None and kind_in(copied, allow_negative_inf=True) is not None:
+                copied.copy_(before)
 
     def note_modified(self) -> None:
         """Record which batch tensors the step changed in place."""

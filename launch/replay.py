@@ -4,7 +4,8 @@ Usage, on the machine or the nodes where the dump lies:
 
     torchrun --nproc-per-node N launch/replay.py DUMP
 
-Every rank takes its own window and random state; rank 0 prints the outcome as one JSON line. The same as
+Every rank takes its own window and random state; rank 0 prints the outcome as one JSON line, and with ``--trace`` the
+trace of the rank where the value was made. The same as
 ``torchrun --nproc-per-node N -m ddp_nanguard.replay.run DUMP``. The culprit alone, without torchrun:
 ``ddp-nanguard replay DUMP``.
 """

@@ -48,20 +48,26 @@ def _alone(rank: int, world_size: int, dumps: list[str], options: list[str]) -> 
     return _captured(lambda: main(["replay", dumps[rank], "--json", *options]))
 
 
-def replay_on_all_ranks(dump: str, world_size: int) -> list[Replayed]:
+def replay_on_all_ranks(dump: str, world_size: int, *options: str) -> list[Replayed]:
     """As ``torchrun launch/replay.py DUMP`` starts it: every rank takes its own window."""
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     return run_ranks(
-        _together, world_size=world_size, timeout_s=40, process_group=False, num_threads=None, env=env, dump=dump
+        _together,
+        world_size=world_size,
+        timeout_s=40,
+        process_group=False,
+        num_threads=None,
+        env=env,
+        arguments=[dump, *options],
     )
 
 
-def _together(rank: int, world_size: int, dump: str) -> Replayed:
+def _together(rank: int, world_size: int, arguments: list[str]) -> Replayed:
     from ddp_nanguard.replay.run import main
 
     for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", world_size)):
         os.environ[name] = str(value)
-    return _captured(lambda: main([dump]))
+    return _captured(lambda: main(arguments))
 
 
 def _captured(run: Any) -> Replayed:

@@ -13,8 +13,10 @@ of them as an alias of the others.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -25,6 +27,7 @@ from ddp_nanguard.board import Board
 What = Literal["taken", "given", "taken gradient", "given gradient"]
 KINDS: tuple[What, ...] = ("taken", "given", "taken gradient", "given gradient")
 
+_PACKAGE = str(Path(__file__).parent)
 _REDUCIBLE = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 
 
@@ -86,6 +89,18 @@ def _own_storage(place: Tensor) -> Tensor:
 # -- what is traced -----------------------------------------------------------------------------------------------
 
 
+def is_compiled_alone() -> bool:
+    """For a hook that is being traced: whether as a function by itself, since the graph is broken around its module.
+
+    With ``fullgraph=True`` only the root's own hooks are, and what is compiled may not be left alone.
+    """
+    translator = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
+    return translator.f_code.co_filename.startswith(_PACKAGE) and not translator.one_graph
+
+
+is_compiled_alone._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as `assume_constant_result` does
+
+
 def stick(places: Places, value: Any) -> None:
     """Traced: minimum and maximum of every floating tensor in a container, and of its gradient."""
     if isinstance(value, Tensor):
@@ -99,6 +114,9 @@ def stick(places: Places, value: Any) -> None:
     elif isinstance(value, dict):
         for item in value.values():
             stick(places, item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for name in value.__dataclass_fields__:
+            stick(places, getattr(value, name, None))
 
 
 def _sticker(place: Tensor) -> Callable[[Tensor], None]:

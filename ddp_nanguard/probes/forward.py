@@ -20,7 +20,7 @@ from ddp_nanguard.scan import tensors_in
 
 from .backward import BackwardProbe
 from .calls import Call, Sighting, in_backward
-from .compiled import CompiledRegions, Places, stick
+from .compiled import CompiledRegions, Places, is_compiled_alone, stick
 from .recomputation import Recomputation
 
 
@@ -100,14 +100,15 @@ class ForwardProbe:
             if name in self._traced and not isinstance(module, torch.jit.ScriptModule):
                 self._take_off(name)
                 before, after = self._lasting_hooks(name, name in edges)
-                self._lasting.append(module.register_forward_pre_hook(before))  # with options: one graph per module
-                self._lasting.append(module.register_forward_hook(after))
+                self._lasting.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                self._lasting.append(module.register_forward_hook(after))  # always_call would break the graph
 
     def _lasting_hooks(self, name: str, is_edge: bool) -> tuple[_BeforeHook, _AfterHook]:
         if is_edge:
             return _EdgeBeforeHook(self, name), _EdgeAfterHook(self, name)
         assert self.regions is not None
-        return _BeforeHook(self, name, self.regions.before(name)), _AfterHook(self, name, self.regions.after(name))
+        before, after = self.regions.before(name), self.regions.after(name)
+        return _TracedBeforeHook(self, name, before), _TracedAfterHook(self, name, after)
 
     def close(self) -> None:
         """Every hook off."""
@@ -256,12 +257,11 @@ def _nothing() -> None:
 
 
 class _ModuleHook(Hook):
-    __slots__ = ("layer", "places")
+    __slots__ = ("layer",)
 
-    def __init__(self, probe: ForwardProbe, layer: str, places: Places | None = None) -> None:
+    def __init__(self, probe: ForwardProbe, layer: str) -> None:
         super().__init__(probe)
         self.layer = layer
-        self.places = places
 
 
 class _BeforeHook(_ModuleHook):
@@ -269,8 +269,6 @@ class _BeforeHook(_ModuleHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         if torch.compiler.is_compiling():
-            if self.places is not None and torch.is_grad_enabled():
-                stick(self.places, args)
             return
         probe = self.target()
         if probe is None:
@@ -287,8 +285,6 @@ class _AfterHook(_ModuleHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if torch.compiler.is_compiling():
-            if self.places is not None and torch.is_grad_enabled():
-                stick(self.places, output)
             return
         probe = self.target()
         if probe is None:
@@ -312,3 +308,42 @@ class _EdgeAfterHook(_AfterHook):
 
     __slots__ = ()
     __call__ = _disable_dynamo(_AfterHook.__call__)
+
+
+class _TracedBeforeHook(_EdgeBeforeHook):
+    """Of a module inside compiled code; where the graph is broken around it, it runs outside like `_EdgeBeforeHook`."""
+
+    __slots__ = ("places",)
+    run_outside = _EdgeBeforeHook.__call__
+
+    def __init__(self, probe: ForwardProbe, layer: str, places: Places) -> None:
+        super().__init__(probe, layer)
+        self.places = places
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        if not torch.compiler.is_compiling():
+            self.run_outside(module, args, kwargs)
+        elif is_compiled_alone():
+            torch._dynamo.skip_frame()
+        elif torch.is_grad_enabled():
+            stick(self.places, args)
+            stick(self.places, kwargs)
+
+
+class _TracedAfterHook(_EdgeAfterHook):
+    """See `_TracedBeforeHook`."""
+
+    __slots__ = ("places",)
+    run_outside = _EdgeAfterHook.__call__
+
+    def __init__(self, probe: ForwardProbe, layer: str, places: Places) -> None:
+        super().__init__(probe, layer)
+        self.places = places
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.run_outside(module, args, output)
+        elif is_compiled_alone():
+            torch._dynamo.skip_frame()
+        elif torch.is_grad_enabled():
+            stick(self.places, output)

@@ -51,9 +51,14 @@ def diagnose(session: Session, outcome: Result) -> Diagnosis:
     if outcome.outcome is Outcome.CANNOT:
         return without_replay(session.dump, outcome, outcome.reason)
     try:
-        traced = trace_step(session)
+        return traced_diagnosis(session, outcome)
     except (RuntimeError, TypeError, NotImplementedError) as error:
         return without_replay(session.dump, outcome, f"the traced step raised {type(error).__name__}: {error}")
+
+
+def traced_diagnosis(session: Session, outcome: Result) -> Diagnosis:
+    """`diagnose` where an error ends the trace: a rank that goes on without its peers would leave them waiting."""
+    traced = trace_step(session)
     if outcome.outcome is Outcome.ELSEWHERE:
         traced.notes.append("the replay went elsewhere than the record: this is the trace of the replay")
     facts = facts_of(session.dump, traced, outcome)

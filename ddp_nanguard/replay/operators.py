@@ -23,6 +23,9 @@ FILLS = {
 """Operators that write a number of the code as it is: with an infinity that is a mask."""
 _BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
 """They change their running statistics, which their schemas do not say."""
+_COMMUNICATION = ("c10d.", "_c10d_functional.")
+_TO_ONE_RANK = {"send", "recv", "recv_any_source"}
+"""Waited for at once, two ranks that send to each other before either receives would wait for ever."""
 _LIFTED = {"lift_fresh", "lift", "lift_fresh_copy"}
 
 
@@ -39,6 +42,7 @@ class Operator:
         makes_empty: its output holds whatever the memory held.
         is_literal: a number of the user's code becomes a tensor.
         reads_number: the host reads its input.
+        communicates: all ranks of a group take part in it.
         names: of its arguments, by position.
     """
 
@@ -50,6 +54,7 @@ class Operator:
     makes_empty: bool
     is_literal: bool
     reads_number: bool
+    communicates: bool
     names: tuple[str, ...]
 
 
@@ -70,6 +75,10 @@ def _read(function: Any) -> Operator | None:
     writes = frozenset(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
     if base in _BATCH_NORMS:
         writes |= {"running_mean", "running_var"}
+    communicates = is_communication(name)
+    if communicates and name.startswith("c10d."):  # whose schemas do not say so
+        outputs = {a.name for a in schema.arguments if a.name.startswith("output")}
+        writes = frozenset(outputs or {a.name for a in schema.arguments if a.name.startswith("tensor")})
     is_out = any(a.is_out for a in schema.arguments)
     aliases = any(r.alias_info is not None for r in schema.returns)
     return Operator(
@@ -77,12 +86,18 @@ def _read(function: Any) -> Operator | None:
         base=base,
         is_view=aliases and not writes and base not in _LIFTED,
         writes=writes,
-        overwrites=is_out or base in _OVERWRITES,
+        overwrites=is_out or base in _OVERWRITES or any(name.startswith("output") for name in writes),
         makes_empty=base in _EMPTY,
         is_literal=base in _LIFTED,
         reads_number=base == "_local_scalar_dense",
+        communicates=communicates,
         names=tuple(a.name for a in schema.arguments),
     )
+
+
+def is_communication(name: str) -> bool:
+    """Whether all ranks of a group take part in an operator, such as ``c10d.allreduce_.default``."""
+    return name.startswith(_COMMUNICATION) and base_name(name) not in _TO_ONE_RANK
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:

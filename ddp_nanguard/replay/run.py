@@ -1,6 +1,6 @@
 """Replay of a dump on all its ranks, under torchrun.
 
-Usage: ``torchrun --nproc-per-node N -m ddp_nanguard.replay.run DUMP [DUMP ...] [--recipe module:function]``
+Usage: ``torchrun --nproc-per-node N -m ddp_nanguard.replay.run DUMP [DUMP ...] [--recipe module:function] [--trace]``
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import torch.distributed as dist
 from ddp_nanguard.dump.read import Dump, open_dump
 from ddp_nanguard.errors import DumpError
 
-from .outcome import EXIT_CODES, Outcome, Result, cannot, compare, first_own_site, why_not
-from .rebuild import apply_settings, rebuild
-from .rerun import rerun
-from .session import device_for, named_recipe
+from .outcome import EXIT_CODES, Outcome, Result, cannot, first_own_site, why_not
+from .session import Session, device_for, named_recipe
+from .together import trace_together
 
 WRONG_USAGE = 2
 
@@ -50,16 +49,27 @@ def _replay_all(dump: Dump, rank: int, options: argparse.Namespace) -> int:
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     reason = why_not(dump, alone=False)
+    session = Session(dump, rank, device, options.recipe, alone=False)
     if reason is not None:
-        result = cannot(rank, first_own_site(dump, rank, alone=False), reason)
+        session.obstacle = cannot(rank, first_own_site(dump, rank, alone=False), reason)
     else:
-        recipe = named_recipe(dump, options.recipe)
-        apply_settings(dump)
-        window = dump.window(rank, types=dict(recipe.batch_types), device=device)
-        with dump.telling(rank, speaks=rank == 0):
-            rebuilt = rebuild(dump, rank, recipe, device, alone=False)
-        result = compare(dump, rank, window, rerun(rebuilt, window, alone=False), alone=False)
-    return _report_all(result, rank)
+        session.first_recipe = named_recipe(dump, options.recipe)
+    result = session.plain()
+    code = _report_all(result, rank)
+    if options.trace and reason is None:
+        _trace_all(session, result)
+    return code
+
+
+def _trace_all(session: Session, result: Result) -> None:
+    """Every rank traces its own step. One that fails ends, and so do those that wait for it: the outcome is said."""
+    try:
+        text = trace_together(session, result)
+    except Exception as error:  # of the user's code, or a peer's end
+        print(f"ddp-nanguard: no trace of rank {session.rank}: {type(error).__name__}: {error}", file=sys.stderr)
+        return
+    if session.rank == 0:
+        print(text, end="", flush=True)
 
 
 def _report_all(result: Result, rank: int) -> int:
@@ -80,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("dump", nargs="+", metavar="DUMP", help="a dump, or its parts on several nodes")
     parser.add_argument("--recipe", metavar="MODULE:FUNCTION", help="default: the one that the dump names")
     parser.add_argument("--device", help="default: the GPU of the local rank if there is one")
+    parser.add_argument("--trace", action="store_true", help="then the trace of the rank where the fault began")
     return parser
 
 

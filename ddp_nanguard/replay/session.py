@@ -1,4 +1,4 @@
-"""One rank's step, to be run as often as wanted: each time from freshly built parts."""
+"""One rank's step, to be run as often as wanted, alone or with its peers: each time from freshly built parts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Change = Callable[[Rebuilt, list[MicroBatch]], "contextlib.AbstractContextManage
 
 @dataclass
 class Session:
-    """A rank of a dump, ready to be replayed alone.
+    """A rank of a dump, ready to be replayed.
 
     Attributes:
         dump: the dump.
@@ -35,6 +35,8 @@ class Session:
         device: where it runs.
         recipe_name: None for the one that the dump names.
         obstacle: the outcome where no replay can answer; `run` must not be called then.
+        alone: this process stands for the rank; otherwise every rank has a session, and all run at the same time.
+        first_recipe: what `recipe` gives the first time.
     """
 
     dump: Dump
@@ -42,12 +44,13 @@ class Session:
     device: torch.device
     recipe_name: str | None
     obstacle: Result | None = None
-    _first: Recipe | None = None
+    alone: bool = True
+    first_recipe: Recipe | None = None
 
     def recipe(self) -> Recipe:
         """The user's recipe, called again each time: a run changes the model."""
-        if self._first is not None:
-            recipe, self._first = self._first, None
+        if self.first_recipe is not None:
+            recipe, self.first_recipe = self.first_recipe, None
             return recipe
         name = self.recipe_name or self.dump.manifest["recipe"]
         return load_recipe(name, self.dump.manifest["run"].get("recipe_directory"))
@@ -68,16 +71,18 @@ class Session:
             step: makes the recipe's step into another one.
             around: context in which the step runs, made from what it runs with.
             keep: makes the recorded window into a smaller one.
+
+        Collective: those of the training step and of the guard, unless ``alone``.
         """
         recipe = self.recipe()
         if step is not None:
             recipe = replace(recipe, step=step(recipe.step))
         window = self.window(recipe) if keep is None else keep(self.window(recipe))
         apply_settings(self.dump)
-        with self.dump.telling(self.rank):
-            rebuilt = rebuild(self.dump, self.rank, recipe, self.device, alone=True)
+        with self.dump.telling(self.rank, speaks=self.alone or self.rank == 0):
+            rebuilt = rebuild(self.dump, self.rank, recipe, self.device, alone=self.alone)
         with contextlib.nullcontext() if around is None else around(rebuilt, window):
-            return rerun(rebuilt, window, alone=True)
+            return rerun(rebuilt, window, alone=self.alone)
 
     def plain(self) -> Result:
         """The replay as it ran in training, compared with the record."""
@@ -85,9 +90,9 @@ class Session:
             return self.obstacle
         recipe = self.recipe()
         window = self.window(recipe)
-        self._first = recipe
-        compiled = is_compiled(recipe.model)  # before it is wrapped
-        return compare(self.dump, self.rank, window, self.run(), alone=True, compiled=compiled)
+        self.first_recipe = recipe
+        compiled = is_compiled(recipe.model) or not self.alone  # before it is wrapped, by a wrap that may compile it
+        return compare(self.dump, self.rank, window, self.run(), self.alone, compiled)
 
 
 def open_session(paths: Sequence[str], rank: int | None, recipe_name: str | None, device: str | None) -> Session:
@@ -101,9 +106,9 @@ def open_session(paths: Sequence[str], rank: int | None, recipe_name: str | None
     session = Session(dump, chosen, device_for(device), recipe_name)
     reason = why_not(dump, alone=True)
     if reason is None:
-        session._first = named_recipe(dump, recipe_name)
+        session.first_recipe = named_recipe(dump, recipe_name)
         apply_settings(dump)
-        reason = what_needs_peers(dump, session._first) or unbuilt_batch(session.window(session._first))
+        reason = what_needs_peers(dump, session.first_recipe) or unbuilt_batch(session.window(session.first_recipe))
     if reason is not None:
         session.obstacle = cannot(chosen, first_own_site(dump, chosen, alone=True), reason)
     return session

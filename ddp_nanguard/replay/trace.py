@@ -20,7 +20,9 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_nanguard.probes.calls import in_backward
@@ -57,6 +59,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         on_event: called with each event and the frame below it, before the operator's caller goes on.
         origins: where small clean tensors come from.
         divisor_origins: by the order of a division: where its divisor comes from.
+        bad_communication: the first operator that moved something non-finite between ranks, or gave it.
     """
 
     def __init__(self, modules: ModuleStack) -> None:
@@ -68,6 +71,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         self.memory = Memory()
         self.origins = Origins()
         self.divisor_origins: dict[int, Origin] = {}
+        self.bad_communication: str | None = None
         self.micro_batch: int | None = None
         self.batch_size: int | None = None
         self._by_order: dict[int, Event] = {}
@@ -98,6 +102,9 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             return function(*args, **kwargs)
         given = _given(operator, args, kwargs)
         output = function(*args, **kwargs)
+        if operator.communicates:
+            _wait_for(output)
+            self._note_communication(operator, [given, output])
         if operator.makes_empty:
             for tensor in tensors_of(output):
                 self.memory.left_empty(tensor, _empty_name(operator, spot))
@@ -108,6 +115,10 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         self.origins.note(operator, args, kwargs, output, spot)
         self._look(function, operator, given, kwargs, output, frame)
         return output
+
+    def _note_communication(self, operator: Operator, values: list[Any]) -> None:
+        if self.bad_communication is None and any(quick_kind(tensor) is not None for tensor in tensors_of(values)):
+            self.bad_communication = operator.name
 
     def _note_node(self, spot: Spot | None, operator: Operator) -> None:
         number = _newest_node()  # under no_grad too: in a custom function's forward
@@ -246,12 +257,13 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         origin = self.origins.of(divisor) if divisor is not None else None
         if origin is not None:
             self.divisor_origins[event.order] = origin
-        mask = hit_mask(output, event.kind)
+        local = getattr(output, "_local_tensor", output)  # of a DTensor; asking for the whole would take all ranks
+        mask = hit_mask(local, event.kind)
         event.num_hit = int(mask.sum())
-        if output.dim() and output.shape[0] == self.batch_size and output.shape[0] > 1:
+        if local.dim() and local.shape[0] == self.batch_size and local.shape[0] > 1:
             rows = mask.reshape(mask.shape[0], -1).any(1).nonzero().reshape(-1).tolist()
             event.rows, event.num_rows = tuple(rows[:MAX_ROWS]), len(rows)
-        if self._num_kept < MAX_KEPT:
+        if self._num_kept < MAX_KEPT and not operator.communicates and not _is_on_several_ranks([given, output]):
             self._num_kept += 1
             kept = tuple(_copied(value) for name, _, value in given if name not in kwargs)
             event.made = Call(function, kept, {key: _copied(v) for key, v in kwargs.items()}, output.detach().clone())
@@ -275,6 +287,22 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
                 break
             found.append(min(parents, key=lambda parent: parent.order))
         return found[::-1]
+
+
+def _wait_for(output: Any) -> None:
+    """The result of a communication is to be looked at when it has come. Every rank waits at the same place."""
+    if isinstance(output, torch.ScriptObject):
+        dist.Work.unbox(output).wait()
+    elif isinstance(output, (list, tuple)):
+        for item in output:
+            _wait_for(item)
+    elif isinstance(output, Tensor):
+        torch.ops._c10d_functional.wait_tensor(output)
+
+
+def _is_on_several_ranks(value: Any) -> bool:
+    """Whether asking an operator again for such tensors would take all ranks."""
+    return any(isinstance(tensor, DTensor) and tensor.device_mesh.size() > 1 for tensor in tensors_of(value))
 
 
 def _newest_node() -> int:

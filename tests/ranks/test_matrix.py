@@ -157,14 +157,28 @@ def test_a_bad_update_is_named(cell: Cell, launch: Launch) -> None:
     assert (cell.expected.slot in damaged) is not cell.keep_previous
 
 
+REDUCES = {
+    "ddp": ("c10d.allreduce_", "aten._to_copy.default"),
+    "fsdp1": ("c10d._reduce_scatter_base_", "aten._to_copy.default"),
+    "fsdp2": ("c10d._reduce_scatter_base_", "aten.add_.Tensor"),
+}
+"""The collective, and the operator that made the value too large for half precision just before it."""
+
+
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp1", "fsdp2"])
 def test_a_reduce_fault_replays_on_all_ranks(wrapper: str, launch: Launch) -> None:
     ran = launch(Cell(wrapper, "reduce", 1, 3))
     holders = [rank for rank, record in enumerate(ran.records) if record.bad_gradients]
     assert ran.report["holders"] == holders
-    replayed = replay_on_all_ranks(ran.report["dump_path"], 2)
+    replayed = replay_on_all_ranks(ran.report["dump_path"], 2, "--trace")
     assert [one.code for one in replayed] == [SAME, SAME], replayed
-    assert replayed[0].outcome["outcome"] == "same"
+    assert replayed[0].outcome["outcome"] == "same" and replayed[1].output == ""
+    collective, overflow = REDUCES[wrapper]
+    assert f"operator  {overflow} " in replayed[0].output and "\nrank 1: trace of " in replayed[0].output
+    largest = (
+        f"reduce: {collective}.default; largest gradient of {ran.report['origin']['slot']} before it: 3e+05 on rank 1, "
+    )
+    assert largest in replayed[0].output, replayed[0].output
 
 
 @pytest.mark.parametrize("change", ["random", "weight"])

@@ -146,6 +146,8 @@ def test_the_second_run_tells_a_code_bug_from_a_suspect_device(wrapper: str, tmp
         assert manifest["weights"]["complete"]
     assert "suspect device" in _manifest(ranks[0][1])["rerun"]["text"]
     assert "identical up to" in _manifest(ranks[0][1])["rerun"]["text"]
+    begins = "not reproduced: the same step was finite once more in place, on the same device: "
+    assert _manifest(ranks[0][1])["cause"].startswith(begins)
 
 
 def test_a_dump_whose_rerun_failed_replays(tmp_path: Path) -> None:

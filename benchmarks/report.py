@@ -1,0 +1,265 @@
+"""Turns the JSON files of the cost benchmarks into one document and its plots.
+
+    python benchmarks/report.py [--counts FILE] [--overhead FILE...] [--scale FILE] [--dump FILE] [--gpu FILE]
+        --write docs/cost.md
+
+Plots go to a directory `plots` beside the document. What there is no file for is said to be not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import cost_model, plots  # noqa: E402  # after the path of this repository
+from benchmarks.limit import described as limit_described  # noqa: E402
+from benchmarks.machine import described as machine_described  # noqa: E402
+from benchmarks.workloads import MODELS  # noqa: E402
+
+INTRO = """# What it costs
+
+<!-- made by benchmarks/report.py; do not edit -->
+
+Made by these commands, on one machine, in this order:
+
+```bash
+pip install -c constraints.txt -e '.[test,bench]'
+torchrun --nproc-per-node 2 benchmarks/overhead.py --counts --json counts.json
+torchrun --nproc-per-node 2 benchmarks/overhead.py --json overhead.json
+torchrun --nproc-per-node 2 benchmarks/overhead.py --compiled --json compiled.json
+python benchmarks/scale.py --json scale.json
+python benchmarks/dump.py --json dump.json
+python benchmarks/gpu.py --json gpu.json
+python benchmarks/report.py --counts counts.json --overhead overhead.json compiled.json --scale scale.json \\
+    --dump dump.json --gpu gpu.json --write docs/cost.md
+```
+"""
+
+READING = """Every column is a training loop of its own, from equal weights; in each round every one makes a step on the
+same batch, in rotating order, each behind a barrier. `ratio` is the median of column / unguarded over the rounds,
+`quartiles` are of the same ratios, `runs` the lowest and the highest median of a run. `cpu` is the ratio of the
+processor time of the training threads of both ranks. "unguarded, again" shows what noise alone makes of a ratio of one.
+"""
+
+MODEL = """The host's part is fitted on the processor time of the points with no more ranks than cores, with the
+relative error minimised; the verdict's on the collective timed by itself. Two processes per core and more wait for each
+other's turn, so the line over ranks says more about this machine than about a network.
+
+Assumptions of the extrapolation: ranks do their probes at the same time, so that the host's part does not grow with
+them; the verdict is one latency-bound all-reduce of 16 bytes, in a tree of log2(ranks) hops up and down at the assumed
+latency per hop; no rank is late for it that would not be late for the gradients' own reduce.
+"""
+
+NOT_MEASURED = "Not measured: no GPU was available to us."
+
+
+def document(counts: Any, overhead: list[dict[str, Any]], scale: dict[str, Any] | None, dump: Any, gpu: Any) -> str:
+    """The whole document, in Markdown."""
+    parts = [INTRO, *_counts(counts), *_overhead(overhead), *_scale(scale), *_dump(dump), *_gpu(gpu)]
+    return "\n".join(part.rstrip() + "\n" for part in parts)
+
+
+def grid(head: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows])
+
+
+def _counts(found: dict[str, Any] | None) -> list[str]:
+    text = (
+        "What a step has beyond an unguarded one, counted and asserted (`overhead.py --counts`); no machine blurs it."
+    )
+    lines = "Not measured." if found is None else "\n".join(f"- {line}" for line in found["counts"])
+    return ["## Counts", text, lines]
+
+
+# -- step time ---------------------------------------------------------------------------------------------------------
+
+
+def _overhead(files: list[dict[str, Any]]) -> list[str]:
+    parts = ["## Step time"]
+    if not files:
+        return [*parts, "Not measured."]
+    machine = f"{machine_described(files[0]['machine'])}, gloo, {files[0]['ranks']} ranks of one thread"
+    models = "\n".join(f"- {name}: {workload.about}" for name, workload in MODELS.items())
+    abouts = "\n".join(f"- {name}: {about}" for name, about in files[0]["about"].items())
+    parts += [f"{machine}, {files[0]['machine']['date']}.", READING, models, abouts]
+    cases = [case for file in files for case in file["cases"]]
+    parts += [f"![](plots/{path})" for path in _plot_names(cases)]
+    return parts + [_case(case) for case in cases]
+
+
+def _plot_names(cases: list[dict[str, Any]]) -> list[str]:
+    names = [f"overhead-{case['wrapper']}{'-compiled' if case['compiled'] else ''}.png" for case in cases]
+    return list(dict.fromkeys(names))
+
+
+def _case(case: dict[str, Any]) -> str:
+    load = " to ".join(map(str, case["load"]))
+    lines = [f"### {case['case']}\n", f"Unguarded step {case['unguarded_ms']:.1f} ms; load of the machine {load}."]
+    if case["compiled"]:
+        lines[-1] += f" {case['recompilations']} recompilations, {case['graph_breaks']} graph breaks."
+    lines += [f"The guard warned: {text}" for text in case["remarks"]]
+    head = ["", "ratio", "quartiles", "runs", "cpu", "added", "pairs"]
+    lines += ["", grid(head, [_row(column) for column in case["columns"]])]
+    if "limit" in case:
+        lines += ["", f"Distance to the limit: {limit_described(case['limit'])}."]
+    return "\n".join(lines)
+
+
+def _row(column: dict[str, Any]) -> list[str]:
+    if "missing" in column:
+        return [column["column"], column["missing"], "", "", "", "", ""]
+    quartiles = "{:.3f} to {:.3f}".format(*column["quartiles"])
+    runs = f"{min(column['runs']):.3f} to {max(column['runs']):.3f}"
+    added = f"{column['added_ms']:.2f} ms"
+    ratio, cpu = f"{column['ratio']:.3f}", f"{column['cpu_ratio']:.3f}"
+    name = column["column"] + (f" ({column['level']})" if column["level"] else "")
+    return [name, ratio, quartiles, runs, cpu, added, str(column["pairs"])]
+
+
+# -- scale -------------------------------------------------------------------------------------------------------------
+
+
+def _scale(found: dict[str, Any] | None) -> list[str]:
+    if found is None:
+        return ["## Scale\n\nNot measured."]
+    machine = machine_described(found["machine"])
+    return [
+        f"## Scale\n\n{machine}, gloo, one thread per rank, {found['machine']['date']}. Square linear layers in a row.",
+        "![](plots/scale.png)",
+        _points(found["points"]),
+        "### A model of it",
+        MODEL,
+        f"```\n{cost_model.described(found['model'])}\n```",
+        *_memory(found["memory"]),
+        *_fault_round(found["fault_round"]),
+    ]
+
+
+def _points(points: list[dict[str, Any]]) -> str:
+    head = ["layers", "width", "micro-batches", "ranks", "probes", "MB probed", "unguarded", "added", "cpu", "verdict"]
+    head.append("load")
+    rows = []
+    for p in points:
+        times = [f"{1e3 * p[name]:.2f} ms" for name in ("plain_s", "added_s", "added_cpu_s", "collective_s")]
+        shape = [str(p[name]) for name in ("layers", "width", "micro_batches", "ranks", "num_probes")]
+        rows.append([*shape, f"{p['size_bytes'] / 1e6:.2f}", *times, f"{p['load']:.1f}"])
+    return grid(head, rows)
+
+
+def _memory(rows: list[dict[str, Any]]) -> list[str]:
+    head = ["layers", "width", "probes", "unguarded peak", "tensors held", "formula", "tensors at peak"]
+    head += ["Python objects", "process"]
+    cells = []
+    for row in rows:
+        added = [row[name]["added"] for name in ("tensors", "peak", "objects", "process")]
+        sizes = [row["peak"]["unguarded"], added[0], row["predicted"], *added[1:]]
+        shape = [str(2 * row["pairs"]), str(row["width"]), str(row["num_probes"])]
+        cells.append([*shape, *(f"{size / 1024:.0f}" for size in sizes)])
+    text = (
+        "Added by the guard in clean steps, in KiB, when the ring of 16 steps is full. The formula for tensors is\n"
+        "`(1 + history) * 2 * itemsize * slots + 48 * slots + floating buffers`, `slots` being the probes of a step\n"
+        "rounded up to a power of two. Python objects are what the host keeps beside the slots, for the window and\n"
+        "for the ring; the process is all of it, with the objects of torch itself and what the guard imports."
+    )
+    return ["## Memory", text, "![](plots/memory.png)", grid(head, cells)]
+
+
+def _fault_round(rows: list[dict[str, Any]]) -> list[str]:
+    head = ["ranks", "bad sites on all ranks", "named", "collectives", "KiB"]
+    cells = []
+    for row in rows:
+        numbers = [row["ranks"], row["ranks"] * row["bad_sites_per_rank"], row["sites"], row["collectives"]]
+        cells.append([*map(str, numbers), f"{row['bytes'] / 1024:.1f}"])
+    text = (
+        "What the step of a fault issues beyond a clean one, counted; every branch of the model is bad on every rank."
+    )
+    return ["## The fault round", text, grid(head, cells)]
+
+
+# -- dump and GPU ------------------------------------------------------------------------------------------------------
+
+
+def _dump(rows: list[dict[str, Any]] | None) -> list[str]:
+    if rows is None:
+        return ["## Dump and replay\n\nNot measured."]
+    head = ["job", "MiB", "dump", "`torch.save`", "extra memory", "opening a dump", "rebuilding"]
+    cells = []
+    for row in rows:
+        speeds = [f"{row[f'{name}_mb_per_s']:.0f} MB/s" for name in ("dump", "save")]
+        times = [f"{row[f'{name}_s']:.1f} s" for name in ("open", "rebuild")]
+        cells.append([row["job"], f"{row['size_mib']:.0f}", *speeds, f"{row['extra_mib']:.0f} MiB", *times])
+    return ["## Dump and replay", grid(head, cells)]
+
+
+WAYS = ("eager", "compiled", "cuda graphs")
+KINDS = ("sync", "deferred", "budget=0.02", "loss, reduce")
+
+
+def _gpu(found: dict[str, Any] | None) -> list[str]:
+    head = ["", "ratio", "quartiles", "ratio of 10 steps", "unguarded step", "host waits in a step"]
+    cells = [_gpu_row(found, way, kind) for way in WAYS for kind in KINDS]
+    if found is None:
+        return ["## On a GPU", NOT_MEASURED, grid(head, cells), _bandwidth([])]
+    machine = found["machine"]
+    size = "width {width}, {num_blocks} blocks, {batch} x {length} tokens".format(**found["size"])
+    text = f"{machine.get('device', 'CPU')}, torch {machine['torch']}, CUDA {machine['cuda']}; a transformer, {size}."
+    return ["## On a GPU", text, grid(head, cells), _bandwidth(found.get("bandwidth"))]
+
+
+def _gpu_row(found: dict[str, Any] | None, way: str, kind: str) -> list[str]:
+    name = f"{way}, {kind}"
+    whole = {} if found is None else found.get(way, {})
+    row = whole.get(kind, whole if "not measured" in whole else {})
+    if "ratio" not in row:
+        return [name, row.get("not measured", ""), "", "", "", ""]
+    quartiles = "{:.3f} to {:.3f}".format(*row["quartiles"])
+    times = [f"{row['ratio']:.3f}", quartiles, f"{row['ratio_of_10_steps']:.3f}", f"{row['unguarded_ms']:.1f} ms"]
+    return [name, *times, f"{_waits(row['waits'])} ({_waits(whole['unguarded']['waits'])} unguarded)"]
+
+
+def _waits(waits: dict[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in waits.items() if count) or "none"
+
+
+def _bandwidth(rows: Any) -> str:
+    head = ["tensor", "probe", "sum", "copy (read and write)"]
+    if not isinstance(rows, list):
+        return "Bandwidth: not measured."
+    cells = []
+    for row in rows:
+        speeds = [f"{row[f'{name}_gb_per_s']:.0f} GB/s" for name in ("probe", "sum", "copy")]
+        cells.append([f"{row['size_bytes'] / 2**20:.0f} MiB {row['dtype']}", *speeds])
+    return grid(head, cells or [[""] * len(head)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--overhead", type=Path, nargs="+", default=[], help="of overhead.py, eager and compiled")
+    for name in ("counts", "scale", "dump", "gpu"):
+        parser.add_argument(
+            f"--{name}", type=Path, help="of overhead.py --counts" if name == "counts" else f"of {name}.py"
+        )
+    parser.add_argument("--write", type=Path, required=True, help="the document")
+    options = parser.parse_args()
+    overhead = [json.loads(path.read_text()) for path in options.overhead]
+    counts, scale, dump, gpu = (_loaded(p) for p in (options.counts, options.scale, options.dump, options.gpu))
+    options.write.write_text(document(counts, overhead, scale, dump, gpu))
+    directory = options.write.parent / "plots"
+    plots.overhead([case for file in overhead for case in file["cases"]], directory)
+    if scale is not None:
+        plots.scale(scale, directory)
+
+
+def _loaded(path: Path | None) -> Any:
+    return json.loads(path.read_text()) if path is not None else None
+
+
+if __name__ == "__main__":
+    main()
