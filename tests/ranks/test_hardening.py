@@ -471,7 +471,7 @@ def _compiled(rank: int, world_size: int) -> Any:
 def test_buffers_of_a_compiled_model() -> None:
     """They are spoilt by the step's own forward, not before it; a skip puts them back."""
     for moved, phase, text, says_unchecked in run_ranks(_compiled, timeout_s=40):
-        assert says_unchecked
+        assert not says_unchecked, "the second guard has its hooks compiled in anew"
         assert phase is not None
         assert phase != "state", text
         assert moved == []
