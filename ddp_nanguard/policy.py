@@ -239,6 +239,8 @@ class FaultPolicy:
         else:
             report = self._heal_buffers(report, view)
         report = self._dumped(report, view, moment)
+        if parts.is_late and parts.scaler is not None:  # it has been updated since
+            parts.scaler.put_back()
         parts.board.discard()
         text = error_text(report, can_replay=parts.recipe is not None and not parts.config.redact)
         raise NonFiniteError(text, report, parts.config.exit_code, parts.peers.meet)

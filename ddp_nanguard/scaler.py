@@ -57,6 +57,13 @@ class WatchedScaler:
         scale, tracker = self.scaler._scale, self.scaler._growth_tracker
         self._remembered = None if scale is None or tracker is None else (scale.clone(), tracker.clone())
 
+    def put_back(self) -> None:
+        """Scale and growth tracker as `remember` kept them."""
+        scale, tracker = self.scaler._scale, self.scaler._growth_tracker
+        if self._remembered is not None and scale is not None and tracker is not None:
+            scale.copy_(self._remembered[0])
+            tracker.copy_(self._remembered[1])
+
     def state(self, remembered: bool = False) -> dict[str, Any]:
         """Scale and growth tracker as plain numbers, now or as `remember` kept them. Host sync: two; fault path."""
         state = dict(self.scaler.state_dict())

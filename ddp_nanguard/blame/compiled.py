@@ -104,8 +104,11 @@ class _Region:
 
     def readings(self) -> list[tuple[bool, Reading]]:
         """Whether its badness is explained, and the reading: clean ones, then bad ones, the innermost first."""
-        layers = sorted(self._rows, key=lambda name: -len(self._calls[name].ancestors()))
-        made = [entry for layer in layers for entry in (*self._values(layer), *self._gradients(layer))]
+        depth = {layer: len(self._calls[layer].ancestors()) for layer in self._rows}
+        # what a module has taken is known before its children's: a bad value that it took explains theirs
+        values = {layer: self._values(layer) for layer in sorted(self._rows, key=lambda name: depth[name])}
+        layers = sorted(self._rows, key=lambda name: -depth[name])
+        made = [entry for layer in layers for entry in (*values[layer], *self._gradients(layer))]
         return sorted(made, key=lambda entry: _kind(entry[1]) is not None)
 
     # -- values ------------------------------------------------------------------------------------------------------

@@ -101,12 +101,23 @@ def is_compiled_alone() -> bool:
 is_compiled_alone._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as `assume_constant_result` does
 
 
+def is_transformed() -> bool:
+    """Whether what is being traced runs inside `torch.vmap` or `torch.func.grad`, in which places take no part."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def stick(places: Places, value: Any) -> None:
-    """Traced: minimum and maximum of every floating tensor in a container, and of its gradient."""
+    """Traced: minimum and maximum of every floating tensor in a container, and of its gradient.
+
+    Leaf tensors get no hook: it would be registered anew in every call, and stay.
+    """
     if isinstance(value, Tensor):
-        if value.dtype in _REDUCIBLE and value.numel() > 0:
+        if value.dtype in _REDUCIBLE and value.numel() > 0 and not is_transformed():
             _stick(places.values, value)
-            if value.requires_grad:
+            if value.requires_grad and not value.is_leaf:
                 value.register_hook(_sticker(places.gradients))  # type: ignore[no-untyped-call]  # torch's own
     elif isinstance(value, (tuple, list)):
         for item in value:

@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_nanguard import NanGuard, NonFiniteError
 from ddp_nanguard.replay.recipe import Recipe
-from ddp_nanguard.replay.session import replay_alone
 from tests.counting import counting
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, run_ranks_raw
+from tests.replaying import replay_alone
 
 ACCUMULATION, STEPS, FAULT = 2, 6, 3
 OPTIMIZERS: dict[str, Any] = {
@@ -147,8 +147,8 @@ def test_the_faulty_update_is_withheld_and_told_one_step_later(kind: str, scaled
             assert num_seen == FAULT + 3, "the host learns of it in the next step, and no later"
             assert same_weights, f"{name}: weights are not those from before the faulty step"
     if not scaled:
-        result = replay_alone([ranks[0][0][1]["dump_path"]], 1, None, None)
-        assert str(result.outcome) == "same", result
+        (replayed,) = replay_alone([ranks[0][0][1]["dump_path"]])
+        assert replayed.code == 0, replayed.output
 
 
 def _skipped(rank: int, world_size: int, verdict: str) -> Any:
@@ -164,6 +164,98 @@ def test_skip_goes_on_to_the_same_weights_as_a_verdict_at_once() -> None:
     ):
         assert no_error is None and error is None
         assert same(sync[-1][:6], deferred[-1][:6])
+
+
+def _caught(rank: int, world_size: int) -> Any:
+    """What is told, and in which step, where the loop goes on after each stop; the weights that are left."""
+    found = {}
+    for name, bad, options in (
+        ("two in a row", {3, 4}, {}),
+        ("last", {7}, {"watch": ("forward", "loss", "backward")}),
+        ("learning rate", set(), {}),
+    ):
+        torch.manual_seed(0)
+        net = Net()
+        optimizer = OPTIMIZERS["AdamW"](net.parameters())
+        guard = NanGuard(net, optimizer, dump_dir=None, verdict="deferred", **options)
+        told: list[Any] = []
+        for index, batch in enumerate(guard.steps([batch_of(0, index, False) for index in range(8)])):
+            optimizer.param_groups[0]["lr"] = float("nan") if name == "learning rate" and index == 3 else 0.01
+            loss = step(net, {**batch, "scale": batch["scale"] * (index not in bad)})
+            guard.watch(loss=loss)
+            loss.backward()
+            told += _told(index, optimizer.step)
+            optimizer.zero_grad()
+        found[name] = [*told, *_told("close", guard.close)], all(bool(t.isfinite().all()) for t in bits(net, optimizer))
+    return found
+
+
+def _told(when: Any, call: Any) -> list[Any]:
+    try:
+        call()
+    except NonFiniteError as error:
+        origin = error.report.origin
+        return [(when, error.report.step, None if origin is None else (str(origin.phase), origin.slot))]
+    return []
+
+
+def test_the_step_that_a_stop_gives_up_leaves_nothing_behind() -> None:
+    (found,) = run_ranks(_caught, world_size=1, process_group=False)
+    assert found == {
+        "two in a row": ([(4, 3, ("forward", "input"))], True),  # the fifth goes with it; the sixth is clean
+        "last": ([("close", 7, ("forward", "input"))], True),
+        "learning rate": ([(4, 3, ("optimizer", "g0.lr"))], True),  # a number again when the host learns of it
+    }
+
+
+def _unfrozen(rank: int, world_size: int) -> list[float]:
+    """The momentum of parameters that are unfrozen in a bad step, as many as were trained before."""
+    first, last = nn.Linear(6, 6), nn.Linear(6, 6)
+    net = nn.Sequential(first, last)
+    optimizer = OPTIMIZERS["SGD"](net.parameters())
+    spoilt = [torch.full((36,), 1e30) for _ in range(50)]  # what a momentum that is never written then reads
+    del spoilt
+    guard = NanGuard(net, optimizer, dump_dir=None, verdict="deferred", on_fault="skip")
+    last.requires_grad_(False)
+    for index in range(6):
+        if index == 3:
+            first.requires_grad_(False)
+            last.requires_grad_(True)
+        loss = net(torch.ones(4, 6) / (0.0 if index == 3 else 1.0)).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    guard.close()
+    return [float(optimizer.state[parameter]["momentum_buffer"].abs().max()) for parameter in last.parameters()]
+
+
+def test_a_parameter_without_state_is_judged_at_once() -> None:
+    (momentum,) = run_ranks(_unfrozen, world_size=1, process_group=False)
+    assert max(momentum) < 100
+
+
+def _own_error(rank: int, world_size: int, dump_dir: str) -> None:
+    model = DistributedDataParallel(Net())
+    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    guard = NanGuard(model, optimizer, dump_dir=dump_dir, verdict="deferred", timeout_s=10.0)
+    batches = [batch_of(rank, ACCUMULATION * index + 1, True) for index in range(STEPS)]
+    for index, batch in enumerate(guard.steps(batches)):
+        if (rank, index) == (1, FAULT + 1):
+            raise RuntimeError("the loss was not finite")
+        loss = step(model, batch)
+        guard.watch(loss=loss)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_an_error_of_the_loop_before_the_host_has_learnt(tmp_path: Path) -> None:
+    """The step that the device has withheld is dumped, on both ranks."""
+    for outcome in run_ranks_raw(_own_error, timeout_s=40, dump_dir=str(tmp_path), through_excepthook=True):
+        assert not outcome.hung and outcome.exit_code == 65, outcome.describe()
+        assert f"rank 1 · step {FAULT} · micro-batch 0 · forward" in outcome.output, outcome.describe()
+    (path,) = tmp_path.glob("step-*")
+    assert path.name == f"step-{FAULT:08d}" and {"rank-00000", "rank-00001"} <= {p.name for p in path.iterdir()}
 
 
 def _counted(rank: int, world_size: int, verdict: str | None) -> Any:
