@@ -135,6 +135,13 @@ def _traced(readings: list[Reading]) -> set[str]:
     return {r.note.call.layer for r in readings if isinstance(r.note, TracedSighting)}
 
 
+UNSEEN = (
+    "no call of the model was seen, although a backward ran: its code was compiled without the guard's hooks, or runs "
+    "without grad mode; faults are not put down to layers (make the guard of what the loop calls, and compile before "
+    "its first step)"
+)
+
+
 def unheard(layers: list[str]) -> str:
     """What is said of modules in compiled code whose hooks do not run."""
     return (

@@ -24,7 +24,7 @@ from .board import Region
 from .deferred import Deferral
 from .ending import Distress, leave, unwatch_exit, watch_exit
 from .errors import NonFiniteError
-from .fault import traced_layers, unheard
+from .fault import UNSEEN, traced_layers, unheard
 from .loop import (
     AfterStepHook,
     BeforeStepHook,
@@ -91,6 +91,8 @@ class NanGuard:
         self._go_on = True
         self._error: NonFiniteError | None = None
         self._first_window = True
+        self._entered = False
+        self._told_of_unseen = False
         self._regions_checked = False
         self._deferral: Deferral | None = None
         self._batch: Any = None
@@ -182,7 +184,18 @@ class NanGuard:
         self._follow_compilation()
         self._batch, self._has_batch = testing.spoilt_batch(self, self._parts, batch), True
         self._timed(self._open_micro_batch, self._batch)
+        if self._has_verdict and not self._entered:
+            self._stand_in_for_entry()
         return self._batch
+
+    def _stand_in_for_entry(self) -> None:
+        """The model is called inside compiled code of the loop's own: what its entry would have kept is kept here."""
+        parts = self._parts
+        parts.window.keep_buffers(parts.named_buffers())
+        if self._first_window:
+            self._first_window = False
+            parts.see_initial_state()
+            parts.see_initial_buffers()
 
     def _before_call(self) -> None:
         self._follow_compilation()
@@ -209,6 +222,7 @@ class NanGuard:
     def _before_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """2. The model is called: the first call looks at all state, before anything is changed."""
         parts = self._parts
+        self._entered = True
         self._follow_compilation()
         if not torch.is_grad_enabled():
             parts.disarm()
@@ -306,6 +320,7 @@ class NanGuard:
         share = parts.budget.parts_per_million() if parts.backward.ran_since_verdict else 0
         answer = parts.peers.ask(severity, parts.backward.ran_since_verdict, share)
         self._last_update_judged = True
+        self._check_hooks()
         if self._deferral is not None:
             if is_step and self._deferral.can_wait():
                 return self._put_off(answer)
@@ -314,7 +329,6 @@ class NanGuard:
         if severity_of_all is Severity.CLEAN and not (is_step or any_backward):
             return True
         self._judged, self._has_verdict, self._error = set(), True, None
-        self._check_regions()
         try:
             self._go_on = self._policy.go_on(severity_of_all, self._step)
         except NonFiniteError as error:
@@ -359,8 +373,18 @@ class NanGuard:
         meter = self._parts.board.meter
         return probe(*args) if meter is None else meter.run(probe, *args)
 
+    def _check_hooks(self) -> None:
+        """Do the hooks run? Host sync: one per page of slots in the first step of a compiled model, else none."""
+        parts = self._parts
+        if not parts.backward.ran_since_verdict:
+            return
+        self._check_regions()
+        is_seen = parts.forward.calls or parts.root_is_traced or not {"forward", "backward"} & set(self._config.watch)
+        if not is_seen and parts.forward.modules and not self._told_of_unseen:
+            self._told_of_unseen = True
+            _log.warning("step %d: %s", self._step, UNSEEN)
+
     def _check_regions(self) -> None:
-        """Once: did the hooks in compiled code run? Host sync: one per page of slots, in the first step alone."""
         regions = self._parts.forward.regions
         if regions is None or self._regions_checked:
             return

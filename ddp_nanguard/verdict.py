@@ -29,6 +29,7 @@ NORM_OVERFLOWS_AT = 1.8e19
 """The square of an element beyond this is infinite in float32."""
 _NO_KEY = (1 << 63) - 1
 _SHARE_BITS = 31
+_SCALES_KEPT = 32
 _SITE_BYTES = 1024
 _NAME_BYTES = 256
 _OPTION_BYTES = 8192
@@ -359,6 +360,7 @@ class Severities:
         self._device = device
         self._has_scaler = has_scaler
         self._scales: dict[Page, _Scale] = {}
+        self._known: dict[tuple[Page, tuple[Region, ...]], _Scale] = {}
 
     def severity(self, at_least: Severity) -> Tensor:
         """int64, shape ().
@@ -385,8 +387,17 @@ class Severities:
     def _scale(self, page: Page) -> _Scale:
         scale = self._scales.get(page)
         if scale is None or scale.layout != page.layout or scale.used < len(page.notes):
-            scale = self._scales[page] = self._made_scale(page)
+            scale = self._scales[page] = self._known_scale(page)
         return scale
+
+    def _known_scale(self, page: Page) -> _Scale:
+        """Loops that alternate between two kinds of steps need two."""
+        key = (page, tuple(page.regions()))
+        if key not in self._known:
+            if len(self._known) >= _SCALES_KEPT:
+                self._known.clear()
+            self._known[key] = self._made_scale(page)
+        return replace(self._known[key], layout=page.layout)
 
     def _made_scale(self, page: Page) -> _Scale:
         regions, device = page.regions(), page.values.device

@@ -96,11 +96,6 @@ def by_block(net: Net) -> Net:
     return net
 
 
-def wrapped_blocks(net: Net) -> Net:
-    net.blocks = nn.ModuleList(compiled(block) for block in net.blocks)
-    return net
-
-
 def sharded(net: Net) -> nn.Module:
     for block in net.blocks:
         fully_shard(block)
@@ -124,11 +119,18 @@ SETUPS: dict[str, Callable[[Net], nn.Module]] = {
     "DDP, then compiled": lambda net: broken(DistributedDataParallel(with_breaks(net))),
     "compiled in place": in_place,
     "blocks in place, then DDP": lambda net: DistributedDataParallel(by_block(net)),
-    "blocks": wrapped_blocks,
     "blocks in place, then FSDP2": lambda net: sharded(by_block(net)),
     "FSDP2, then compiled": lambda net: broken(sharded(net)),
 }
 
+
+EAGER: dict[str, Callable[[Net], nn.Module]] = {
+    "compiled, then DDP": DistributedDataParallel,
+    "compiled in place": lambda net: net,
+    "blocks in place, then DDP": DistributedDataParallel,
+    "blocks in place, then FSDP2": sharded,
+}
+"""The same where the whole graph is compiled: `aot_eager` trains to the bits of eager code, and breaks nowhere."""
 
 LATE = "blocks in place, then DDP"
 """Compiled once the guard is there: compiled before, it goes the way of the FSDP2 setup."""
@@ -156,7 +158,7 @@ def trained(rank: int, setup: str, guarded: bool, late: bool = False, plants: bo
         net = Net()
         model: nn.Module = DistributedDataParallel(net)
     else:
-        model = SETUPS[setup](Net())
+        model = (SETUPS if guarded else {**SETUPS, **EAGER})[setup](Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     guard = NanGuard(model, optimizer, dump_dir=None) if guarded else None
     if late:
