@@ -112,10 +112,12 @@ def unchecked(parts: Parts) -> list[str]:
     found = sorted(parts.forward.unchecked)
     if parts.forward.skipped:
         found.append(f"{_modules(parts.forward.skipped)} of skip_types: {_shown(parts.forward.skipped)}")
-    if parts.forward.thinned_out():
+    if parts.budget.level_index:
+        out = parts.forward.thinned_out()
+        what = _modules(out) if out else "the activation gradients of modules that hold no others"
         found.append(
-            f"{_modules(parts.forward.thinned_out())} left out to keep within the budget "
-            f"(watched: {parts.budget.level}); replay --trace finds the operator"
+            f"{what} left out to keep within the budget (watched: {parts.budget.level}); "
+            "replay --trace finds the operator"
         )
     if parts.window.micro_batches:
         silent = parts.forward.silent_modules()

@@ -15,7 +15,10 @@ from .view import LAST_MICRO_BATCH, RankedSite, StepView
 
 
 def backward_sites(view: StepView) -> list[RankedSite]:
-    """Bad gradients of activations, and of parameters before any communication, in execution order."""
+    """Bad gradients of activations, and of parameters before any communication, in execution order.
+
+    Under DDP a parameter's gradient is what has accumulated, earlier reduces of the window included.
+    """
     sites: list[RankedSite] = []
     for micro_batch, readings in _backward_readings(view).items():
         for index, reading in enumerate(readings):
@@ -31,8 +34,14 @@ def backward_sites(view: StepView) -> list[RankedSite]:
 
 def _backward_readings(view: StepView) -> dict[int | None, list[Reading]]:
     by_micro_batch: dict[int | None, list[Reading]] = {}
+    spoilt: set[str] = set()
     for reading in view.readings:
         note = reading.note
+        if isinstance(note, GradientNote) and not is_clean(reading):
+            if note.name in spoilt:
+                continue  # a reduce of this window spoilt it: what accumulates on it since is no rank's own
+            if note.reduced:
+                spoilt.add(note.name)
         if isinstance(note, GradientHook):
             by_micro_batch.setdefault(note.call.micro_batch, []).append(reading)
         elif isinstance(note, GradientNote) and not note.reduced:

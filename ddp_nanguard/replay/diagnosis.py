@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ddp_nanguard.dump.read import Dump
@@ -67,7 +67,10 @@ def traced_diagnosis(session: Session, outcome: Result) -> Diagnosis:
 
 def without_replay(dump: Dump, outcome: Result | None, why: str) -> Diagnosis:
     """What the report and the history alone say."""
-    return Diagnosis(outcome, None, reason_for(facts_of(dump, None, None)), why)
+    reason = reason_for(facts_of(dump, None, None))
+    if reason.kind == "unknown":
+        reason = replace(reason, evidence=(*reason.evidence, f"the report says: {dump.report.cause}"))
+    return Diagnosis(outcome, None, reason, why)
 
 
 def facts_of(dump: Dump, traced: Traced | None, outcome: Result | None) -> Facts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import math
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -191,15 +192,16 @@ def _compare_slots(dump: Dump, rank: int, again: Rerun, alone: bool, result: Res
     history = dump.history(rank)
     recorded = list(zip(history["fault.labels"].tolist(), history["fault.values"].tolist(), strict=True))
     reduced = False
+    was_traced = _was_traced(label for label, _ in recorded)
     for label, values in recorded:
         kind = label.partition("|")[0]
+        if was_traced and label not in again.slots:
+            continue  # what compiled code left, all calls of a module in one; around it eager code sees other tensors
         reduced = reduced or kind == "reduce"
         if kind == "loss" and label not in again.slots:
             continue  # a watched name that the recipe does not give: said in a note
         if label.startswith("backward|None|") and label not in again.slots:
             continue  # a gradient as the loop had changed it since the backward: clipped, unscaled
-        if kind in ("forward", "backward") and label.split("|")[3:4] == ["None"]:
-            continue  # what compiled code left: all calls of a module in one
         if alone and (kind == "reduce" or (reduced and label.rsplit("|", 1)[0].endswith("|gradient"))):
             continue  # after the first reduce the gradients that accumulate are not this rank's alone
         result.num_slots += 1
@@ -229,12 +231,17 @@ def _common_factor(recorded: list[Any], again: Rerun) -> str | None:
 def _find_extra_slots(recorded: list[Any], again: Rerun, alone: bool, result: Result) -> None:
     """A step that runs more than was recorded is not the same step."""
     known = {label for label, _ in recorded}
-    if any(label.startswith("forward|") and label.split("|")[3] == "None" for label in known):
+    if _was_traced(known):
         return  # compiled then, eager now
     extra = [label for label in again.slots if label not in known and not label.startswith("reduce|")]
     if extra and any(label.startswith(("forward|", "loss|")) for label in extra):
         result.notes.append(f"the replay has {len(extra)} slots that were not recorded, first {_readable(extra[0])}")
         result.first_difference = result.first_difference or _readable(extra[0])
+
+
+def _was_traced(labels: Iterable[str]) -> bool:
+    """Whether layers ran inside compiled code, where calls have no numbers."""
+    return any(label.startswith("forward|") and label.split("|")[3] == "None" for label in labels)
 
 
 def _same_bits(one: list[float], other: tuple[float, float]) -> bool:

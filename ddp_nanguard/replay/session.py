@@ -15,6 +15,7 @@ from torch import nn
 from ddp_nanguard.dump.pack import unbuilt_type
 from ddp_nanguard.dump.read import Dump, open_dump
 from ddp_nanguard.errors import DumpError
+from ddp_nanguard.site import Phase
 from ddp_nanguard.window import MicroBatch
 
 from .outcome import Result, cannot, compare, first_own_site, why_not
@@ -108,7 +109,12 @@ def open_session(paths: Sequence[str], rank: int | None, recipe_name: str | None
     if reason is None:
         session.first_recipe = named_recipe(dump, recipe_name)
         apply_settings(dump)
-        reason = what_needs_peers(dump, session.first_recipe) or unbuilt_batch(session.window(session.first_recipe))
+        recipe = session.first_recipe
+        reason = (
+            what_needs_peers(dump, recipe)
+            or what_needs_optimizer(dump, recipe)
+            or unbuilt_batch(session.window(recipe))
+        )
     if reason is not None:
         session.obstacle = cannot(chosen, first_own_site(dump, chosen, alone=True), reason)
     return session
@@ -150,6 +156,18 @@ def what_needs_peers(dump: Dump, recipe: Recipe) -> str | None:
             n = dump.world_size
             return f"SyncBatchNorm {name!r} mixes all ranks: replay all {n} with torchrun --nproc-per-node {n}"
     return None
+
+
+def what_needs_optimizer(dump: Dump, recipe: Recipe) -> str | None:
+    """Why the update cannot be run; None if it can, or need not be."""
+    origin = dump.report.origin
+    is_update = origin is not None and origin.phase is Phase.OPTIMIZER and origin.layer is not None
+    if not is_update or recipe.optimizer is not None:
+        return None
+    return (
+        "the update itself made the weights non-finite, and the recipe has no optimizer to run it again: "
+        "give Recipe(model=..., step=..., optimizer=lambda parameters: ...)"
+    )
 
 
 def named_recipe(dump: Dump, given: str | None) -> Recipe:

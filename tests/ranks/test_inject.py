@@ -144,3 +144,40 @@ def test_what_the_planned_rank_cannot_do_is_refused_on_all() -> None:
     first, second = run_ranks(_refused, env={"NANGUARD_INJECT": "rank=1,step=1,phase=state,layer=blocks.1.gate"})
     assert first == second
     assert "option layer='blocks.1.gate' does not fit; valid: \"\", stem, blocks.0.conv" in first
+
+
+def _reduced_in_every_micro_batch(rank: int, world_size: int) -> Any:
+    import torch
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    from ddp_nanguard import NanGuard, NonFiniteError
+    from ddp_nanguard.testing import inject
+
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = NanGuard(model, optimizer, dump_dir=None)
+    injection = inject(model, rank=1, step=1, layer="0", phase="reduce")
+    report: dict[str, Any] | None = None
+    try:
+        for index, batch in enumerate(guard.steps([torch.randn(3, 4) for _ in range(6)])):
+            loss = model(batch).pow(2).mean()
+            guard.watch(loss=loss)
+            loss.backward()  # DDP reduces here, in each micro-batch
+            if index % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    except NonFiniteError as error:
+        report = error.report.to_dict()
+    injection.remove()
+    guard._detach()
+    return report
+
+
+def test_what_accumulates_on_a_bad_reduce_is_no_ranks_own() -> None:
+    """Without ``no_sync`` the gradient of the second micro-batch holds what the first one's reduce has made."""
+    for report in run_ranks(_reduced_in_every_micro_batch):
+        origin = report["origin"]
+        assert (origin["phase"], origin["rank"], origin["layer"], origin["step"]) == ("reduce", None, "0", 1)
+        assert report["holders"] == [0, 1], "the second reduce has spread it"
