@@ -75,6 +75,11 @@ class Cell:
         return EXPECTED[self.place]
 
     @property
+    def is_exhaustive(self) -> bool:
+        """Whether a crossed cell is left to a run of everything: each rank comes with one accumulation otherwise."""
+        return self.place in EVERYWHERE and (self.rank == 0) == (self.num_micro_batches == 3)
+
+    @property
     def fault(self) -> Fault:
         step = 0 if self.place == "optimizer_state" else FAULT_STEP
         micro_batch = 1 if self.num_micro_batches > 1 and self.place not in STATE_PLACES else 0

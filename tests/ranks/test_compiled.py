@@ -136,6 +136,10 @@ LATE = "blocks in place, then DDP"
 """Compiled once the guard is there: compiled before, it goes the way of the FSDP2 setup."""
 
 
+SLOW = ("DDP, then compiled", "FSDP2, then compiled", "compiled in place")
+"""They take half of the time here."""
+
+
 def batch_of(rank: int, step: int, index: int, plants: bool) -> tuple[Tensor, Tensor]:
     values = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + 10 * index + rank))
     flags = torch.ones(4)
@@ -202,7 +206,10 @@ def _both(rank: int, world_size: int, setup: str, late: bool) -> Any:
 
 @pytest.mark.parametrize(
     ("setup", "late"),
-    [*((setup, False) for setup in SETUPS if setup != LATE), (LATE, True)],
+    [
+        pytest.param(setup, setup == LATE, id=setup, marks=[pytest.mark.exhaustive] if setup in SLOW else [])
+        for setup in SETUPS
+    ],
 )
 def test_every_layer_is_named_and_nothing_is_compiled_again(setup: str, late: bool) -> None:
     for same, plain, counts, found in run_ranks(_both, setup=setup, late=late, timeout_s=100):

@@ -48,13 +48,23 @@ Launch = Callable[[Cell], Ran]
 Replay = Callable[[Cell], Replayed]
 
 
+Selection = Callable[[str, str], list[Cell]]
+
+
 @pytest.fixture(scope="module")
-def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
+def selection(request: pytest.FixtureRequest) -> Selection:
+    """The cells of a wrapper and place that this run of pytest is asked for."""
+    asked = {item.callspec.params.get("cell") for item in request.session.items if hasattr(item, "callspec")}
+    return lambda wrapper, place: [cell for cell in cells_of(wrapper, place) if cell in asked]
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory, selection: Selection) -> Launch:
     """Runs all cells of a wrapper and place in one launch, once."""
 
     @functools.cache
     def run(wrapper: str, place: str) -> dict[Cell, Ran]:
-        cells = cells_of(wrapper, place)
+        cells = selection(wrapper, place)
         root = str(tmp_path_factory.mktemp("dumps"))
         per_rank = run_ranks(run_jobs, 2, timeout_s=50, jobs=[cell.job(root) for cell in cells])
         return {cell: Ran(cell, [records[index] for records in per_rank]) for index, cell in enumerate(cells)}
@@ -63,16 +73,23 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
 
 
 @pytest.fixture(scope="module")
-def replay(launch: Launch) -> Replay:
+def replay(launch: Launch, selection: Selection) -> Replay:
     """Replays the culprits of all cells of a wrapper and place, each in a process of its own, once."""
 
     @functools.cache
     def run(wrapper: str, place: str) -> dict[Cell, Replayed]:
-        cells = cells_of(wrapper, place)
+        cells = selection(wrapper, place)
         dumps = [launch(cell).report["dump_path"] for cell in cells]
         return dict(zip(cells, replay_alone(dumps), strict=True))
 
     return lambda cell: run(cell.wrapper, cell.place)[cell]
+
+
+def marked(cells: list[Cell]) -> list[Any]:
+    """The parameters of a test; a half of what is crossed with ranks and accumulation waits for ``pytest -m ''``."""
+    return [
+        pytest.param(cell, id=str(cell), marks=[pytest.mark.exhaustive] if cell.is_exhaustive else []) for cell in cells
+    ]
 
 
 CELLS = all_cells()
@@ -80,8 +97,8 @@ BAD_UPDATES = [cell for cell in CELLS if cell.place == "update"]
 KEPT = [cell for cell in CELLS if cell.place != "update" or cell.keep_previous]
 """Without ``keep_previous``, what was before a bad update is gone: the one exception to the promise."""
 
-each_cell = pytest.mark.parametrize("cell", CELLS, ids=str)
-each_kept_cell = pytest.mark.parametrize("cell", KEPT, ids=str)
+each_cell = pytest.mark.parametrize("cell", marked(CELLS))
+each_kept_cell = pytest.mark.parametrize("cell", marked(KEPT))
 
 
 @each_cell
@@ -148,7 +165,7 @@ def test_the_replay_of_the_culprit_alone(cell: Cell, launch: Launch, replay: Rep
         assert (replayed.code, replayed.outcome.get("outcome")) == (SAME, "same"), replayed
 
 
-@pytest.mark.parametrize("cell", BAD_UPDATES, ids=str)
+@pytest.mark.parametrize("cell", marked(BAD_UPDATES))
 def test_a_bad_update_is_named(cell: Cell, launch: Launch) -> None:
     """Without ``keep_previous``: the weights, and what the next forward has made of them."""
     ran = launch(cell)

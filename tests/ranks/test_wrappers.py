@@ -142,10 +142,11 @@ WRAP: dict[str, Callable[[Odd], nn.Module]] = {
     "hsdp1": lambda net: flatten(net, sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh_2d()),
 }
 KINDS = {kind: 4 if kind in ("hsdp2", "hsdp1", "fsdp2_reshard_2") else 2 for kind in WRAP}
-each_kind = pytest.mark.parametrize("kind", list(WRAP))
 VARIANTS = ("fsdp2_keep", "fsdp2_root", "fsdp1_grad_op", "fsdp1_grad_op_flat", "fsdp1_no_shard")
-"""They differ in when parameters are gathered and freed, which names and pieces do not see."""
-each_main_kind = pytest.mark.parametrize("kind", [kind for kind in WRAP if kind not in VARIANTS])
+"""They differ in when parameters are gathered and freed."""
+each_kind = pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.exhaustive] if kind in VARIANTS else []) for kind in WRAP]
+)
 each_wrapper = pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp2", "fsdp1", "fsdp1_flat"])
 NO_SHARD_WARNS = "ignore:The `NO_SHARD` sharding strategy:FutureWarning"
 
@@ -200,7 +201,7 @@ def names_body(rank: int, world_size: int, kind: str) -> dict[str, Any]:
     }
 
 
-@each_main_kind
+@each_kind
 @pytest.mark.filterwarnings(NO_SHARD_WARNS)
 def test_names_are_those_of_the_unwrapped_model(kind: str) -> None:
     net = odd()
@@ -340,7 +341,7 @@ def pieces_body(rank: int, world_size: int, kind: str) -> Any:
     return pieces, full, (wrapper.shard_index, wrapper.num_shards, wrapper.replica_index)
 
 
-@each_main_kind
+@each_kind
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_pieces_tile_every_parameter_and_state_once_per_replica(kind: str) -> None:
     results = run_ranks(pieces_body, KINDS[kind], kind=kind)
@@ -387,7 +388,7 @@ def reduce_body(rank: int, world_size: int, kind: str) -> dict[str, set[bool]]:
     return seen
 
 
-@each_main_kind
+@each_kind
 def test_will_reduce(kind: str) -> None:
     expected = {"without": {False}, "with": {kind != "plain"}}
     assert run_ranks(reduce_body, KINDS[kind], kind=kind) == [expected] * KINDS[kind]
@@ -421,7 +422,7 @@ def one_backward(model: nn.Module, rank: int) -> tuple[Tensor, dict[str, Tensor]
     return loss.detach(), {name: torch.stack(parts).sum(0) for name, parts in reported.items()}
 
 
-@each_main_kind
+@each_kind
 def test_wrap_like_gives_the_same_wrapping_and_alone_the_bits_of_one_rank(kind: str) -> None:
     """Alone without a process group, or, for every second kind, with the default group there already."""
     results = run_ranks(describe_body, KINDS[kind], kind=kind)
