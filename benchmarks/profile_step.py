@@ -34,7 +34,8 @@ from ddp_nanguard.board import Board  # noqa: E402
 from ddp_nanguard.guard import NanGuard  # noqa: E402
 from ddp_nanguard.policy import FaultPolicy  # noqa: E402
 from ddp_nanguard.probes import backward, forward  # noqa: E402
-from ddp_nanguard.verdict import Peers, Severities  # noqa: E402
+from ddp_nanguard.severity import Severities  # noqa: E402
+from ddp_nanguard.verdict import Peers  # noqa: E402
 from ddp_nanguard.wrappers import base  # noqa: E402
 
 STEPS, WARM_UP = 30, 8

@@ -22,7 +22,8 @@ from torch import Tensor
 from .parts import Parts
 from .policy import FaultPolicy
 from .probes.calls import Call
-from .verdict import Answer, Severity
+from .severity import Severity
+from .verdict import Answer
 from .window import Window
 
 _NEVER = 1 << 30

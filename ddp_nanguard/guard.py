@@ -39,7 +39,8 @@ from .loop import (
 from .message import log_line
 from .parts import build_parts
 from .policy import FaultPolicy
-from .verdict import Answer, Severities, Severity
+from .severity import Severities, Severity
+from .verdict import Answer
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")

@@ -20,8 +20,8 @@ from .parts import Parts
 from .probes.gradient import GradientNote
 from .record import Moment, before_update, dump_request, present
 from .rerun import rerun_in_place
+from .severity import NORM_OVERFLOWS_AT, Severity
 from .site import FaultReport, Phase
-from .verdict import NORM_OVERFLOWS_AT, Severity
 
 _log = logging.getLogger(__name__)
 

@@ -11,9 +11,7 @@ evidence along.
 from __future__ import annotations
 
 import copy
-import enum
 import json
-import math
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -22,31 +20,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .blame import RankedSite
-from .board import ONE_SIDED, Board, Page, Region
+from .severity import Severity
 from .site import MAX_RANKS_LISTED, MAX_SITES, Site
 
-NORM_OVERFLOWS_AT = 1.8e19
-"""The square of an element beyond this is infinite in float32."""
 _NO_KEY = (1 << 63) - 1
 _SHARE_BITS = 31
-_SCALES_KEPT = 32
 _SITE_BYTES = 1024
 _NAME_BYTES = 256
 _OPTION_BYTES = 8192
 _CONSTRUCTION_TIMEOUT_S = 1800.0  # ranks load their models at different speed
-
-
-class Severity(enum.IntEnum):
-    """What a rank says about the step; the largest over ranks is the verdict."""
-
-    CLEAN = 0
-    REMARK = 1
-    """Worth a warning: see `Severities`."""
-    OVERFLOW = 2
-    """Non-finite scaled gradients, which the scaler is going to skip."""
-    LOSS = 3
-    """A non-finite loss, nothing else."""
-    FAULT = 4
 
 
 @dataclass(frozen=True)
@@ -342,142 +324,3 @@ def _site_from(text: str) -> Site | None:
         return Site.from_dict(json.loads(text))
     except (ValueError, KeyError):
         return None
-
-
-# -- severity --------------------------------------------------------------------------------------------------------
-
-
-class Severities:
-    """Turns the slots of a board into this rank's severity, on the device, without a host read.
-
-    Remarks: a gradient norm beyond ``grad_norm_warn``; gradients whose norm overflows float32, which clipping would
-    turn into zeros; a bad buffer that DDP has overwritten.
-    """
-
-    def __init__(self, board: Board, device: torch.device, has_scaler: bool, norm_limit: float | None) -> None:
-        self._norm_limit = norm_limit
-        self._board = board
-        self._device = device
-        self._has_scaler = has_scaler
-        self._scales: dict[Page, _Scale] = {}
-        self._known: dict[tuple[Page, tuple[Region, ...]], _Scale] = {}
-
-    def severity(self, at_least: Severity) -> Tensor:
-        """int64, shape ().
-
-        Args:
-            at_least: what the host knows already, such as a NaN learning rate.
-        """
-        judged = [found for page in self._board.pages() if (found := self._scale(page).judge(page)) is not None]
-        if not judged:
-            return torch.full((), int(at_least), dtype=torch.int64, device=self._device)
-        severity = _largest([severity.to(self._device) for severity, _ in judged])
-        if self._has_scaler:
-            severity = torch.maximum(severity, self._bad_forward([bad for _, bad in judged]))
-        return severity.clamp_min(int(at_least)) if at_least else severity
-
-    def _bad_forward(self, bad: list[dict[Region, Tensor]]) -> Tensor:
-        """A fault if a gradient is bad and so is the root's output: no scale can heal that. int64, shape ()."""
-        flags: dict[Region, Tensor] = {}
-        for region in (Region.OUTPUT, Region.GRADIENT):
-            found = [page[region].to(self._device, torch.int64) for page in bad if region in page]
-            flags[region] = _largest(found) if found else torch.zeros((), dtype=torch.int64, device=self._device)
-        return flags[Region.OUTPUT] * flags[Region.GRADIENT] * int(Severity.FAULT)
-
-    def _scale(self, page: Page) -> _Scale:
-        scale = self._scales.get(page)
-        if scale is None or scale.layout != page.layout or scale.used < len(page.notes):
-            scale = self._scales[page] = self._known_scale(page)
-        return scale
-
-    def _known_scale(self, page: Page) -> _Scale:
-        """Loops that alternate between two kinds of steps need two."""
-        key = (page, tuple(page.regions()))
-        if key not in self._known:
-            if len(self._known) >= _SCALES_KEPT:
-                self._known.clear()
-            self._known[key] = self._made_scale(page)
-        return replace(self._known[key], layout=page.layout)
-
-    def _made_scale(self, page: Page) -> _Scale:
-        regions, device = page.regions(), page.values.device
-        remarks = Region.GRADIENT if page.values.dtype is not torch.float64 else None  # a norm in float64 is no worry
-        limits = [[self._limits(region) for region in regions], [(NORM_OVERFLOWS_AT, NORM_OVERFLOWS_AT)] * len(regions)]
-        levels = [
-            [int(self._level(region)) for region in regions],
-            [int(Severity.REMARK if region is remarks else Severity.CLEAN) for region in regions],
-        ]
-        told_apart = (Region.OUTPUT, Region.GRADIENT) if self._has_scaler else ()
-        return _Scale(
-            layout=page.layout,
-            used=len(regions),
-            is_silent=all(region in self._unread() for region in regions),
-            limits=torch.tensor(limits, dtype=torch.float64, device=device),
-            levels=torch.tensor(levels, dtype=torch.int64, device=device).unsqueeze(2),
-            signs=torch.tensor([-1.0, 1.0], device=device),
-            masks={
-                region: torch.tensor([other is region for other in regions], device=device).unsqueeze(1)
-                for region in told_apart
-                if region in regions
-            },
-        )
-
-    def _unread(self) -> set[Region]:
-        return {Region.EVIDENCE} if self._has_scaler else {Region.EVIDENCE, Region.OUTPUT}
-
-    def _limits(self, region: Region) -> tuple[float, float]:
-        """The largest -minimum and the largest maximum that are not bad."""
-        if region is Region.NORM:
-            return math.inf, math.inf if self._norm_limit is None else self._norm_limit
-        largest = torch.finfo(torch.float64).max
-        return (math.inf if region in ONE_SIDED else largest), largest
-
-    def _level(self, region: Region) -> Severity:
-        match region:
-            case Region.LOSS:
-                return Severity.FAULT if self._has_scaler else Severity.LOSS
-            case Region.GRADIENT:
-                return Severity.OVERFLOW if self._has_scaler else Severity.FAULT
-            case Region.EVIDENCE | Region.OUTPUT:
-                return Severity.CLEAN
-            case Region.REMARK | Region.NORM:
-                return Severity.REMARK
-            case _:
-                return Severity.FAULT
-
-
-@dataclass(frozen=True)
-class _Scale:
-    """What the slots of a page are held against; made anew only when the page's layout changes.
-
-    Attributes:
-        layout: of the page.
-        used: number of slots.
-        is_silent: whether no slot says anything to the verdict.
-        limits: float64, shape (2, used, 2): as bad, and as a remark.
-        levels: int64, shape (2, used, 1): severity beyond the limit.
-        signs: of minimum and maximum, so that both are held against an upper limit.
-        masks: bool, shape (used, 1), by region that is told apart.
-    """
-
-    layout: int
-    used: int
-    is_silent: bool
-    limits: Tensor
-    levels: Tensor
-    signs: Tensor
-    masks: dict[Region, Tensor]
-
-    def judge(self, page: Page) -> tuple[Tensor, dict[Region, Tensor]] | None:
-        """Severity of a page, int64, shape (), and whether slots of a region are bad; None where it says nothing."""
-        if self.is_silent:
-            return None
-        used = len(page.notes)
-        within = page.values[:used] * self.signs <= self.limits[:, :used]  # a NaN is not
-        severity = torch.where(within, 0, self.levels[:, :used]).amax()
-        bad = {region: (within[0].logical_not() & mask[:used]).any() for region, mask in self.masks.items()}
-        return severity, bad
-
-
-def _largest(values: list[Tensor]) -> Tensor:
-    return values[0] if len(values) == 1 else torch.stack(values).amax()
