@@ -1,7 +1,7 @@
 """Turns the JSON files of the cost benchmarks into one document and its plots.
 
-    python benchmarks/report.py [--counts FILE] [--overhead FILE...] [--scale FILE] [--dump FILE] [--gpu FILE]
-        --write docs/cost.md
+    python benchmarks/report.py [--counts FILE] [--overhead FILE...] [--profile FILE] [--scale FILE] [--dump FILE]
+        [--gpu FILE] --write docs/cost.md
 
 Plots go to a directory `plots` beside the document. What there is no file for is said to be not measured.
 """
@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import cost_model, plots  # noqa: E402  # after the path of this repository
+from benchmarks import cost_model, plots, profile_step  # noqa: E402  # after the path of this repository
 from benchmarks.limit import described as limit_described  # noqa: E402
 from benchmarks.machine import described as machine_described  # noqa: E402
 from benchmarks.workloads import MODELS  # noqa: E402
@@ -33,11 +33,12 @@ pip install -c constraints.txt -e '.[test,bench]'
 torchrun --nproc-per-node 2 benchmarks/overhead.py --counts --json counts.json
 torchrun --nproc-per-node 2 benchmarks/overhead.py --json overhead.json
 torchrun --nproc-per-node 2 benchmarks/overhead.py --compiled --json compiled.json
+python benchmarks/profile_step.py --json profile.json
 python benchmarks/scale.py --json scale.json
 python benchmarks/dump.py --json dump.json
 python benchmarks/gpu.py --json gpu.json
-python benchmarks/report.py --counts counts.json --overhead overhead.json compiled.json --scale scale.json \\
-    --dump dump.json --gpu gpu.json --write docs/cost.md
+python benchmarks/report.py --counts counts.json --overhead overhead.json compiled.json --profile profile.json \\
+    --scale scale.json --dump dump.json --gpu gpu.json --write docs/cost.md
 ```
 """
 
@@ -59,9 +60,17 @@ latency per hop; no rank is late for it that would not be late for the gradients
 NOT_MEASURED = "Not measured: no GPU was available to us."
 
 
-def document(counts: Any, overhead: list[dict[str, Any]], scale: dict[str, Any] | None, dump: Any, gpu: Any) -> str:
+def document(
+    counts: Any,
+    overhead: list[dict[str, Any]],
+    profile: list[dict[str, Any]] | None,
+    scale: dict[str, Any] | None,
+    dump: Any,
+    gpu: Any,
+) -> str:
     """The whole document, in Markdown."""
-    parts = [INTRO, *_counts(counts), *_overhead(overhead), *_scale(scale), *_dump(dump), *_gpu(gpu)]
+    parts = [INTRO, *_counts(counts), *_overhead(overhead), *_profile(profile)]
+    parts += [*_scale(scale), *_dump(dump), *_gpu(gpu)]
     return "\n".join(part.rstrip() + "\n" for part in parts)
 
 
@@ -76,6 +85,15 @@ def _counts(found: dict[str, Any] | None) -> list[str]:
     )
     lines = "Not measured." if found is None else "\n".join(f"- {line}" for line in found["counts"])
     return ["## Counts", text, lines]
+
+
+def _profile(found: list[dict[str, Any]] | None) -> list[str]:
+    text = (
+        "Milliseconds of one thread in a guarded step (DDP, one rank, everything watched), by what the guard does; "
+        "indented lines are part of those above, and the reductions are part of most. A hook between two large "
+        "operators runs with cold caches: what takes 5 us in a loop takes 30 to 60 there."
+    )
+    return ["## Where the time goes", *([text, profile_step.table(found)] if found is not None else ["Not measured."])]
 
 
 # -- step time ---------------------------------------------------------------------------------------------------------
@@ -242,15 +260,17 @@ def _bandwidth(rows: Any) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--overhead", type=Path, nargs="+", default=[], help="of overhead.py, eager and compiled")
-    for name in ("counts", "scale", "dump", "gpu"):
+    for name in ("counts", "profile", "scale", "dump", "gpu"):
         parser.add_argument(
-            f"--{name}", type=Path, help="of overhead.py --counts" if name == "counts" else f"of {name}.py"
+            f"--{name}", type=Path, help={"counts": "of overhead.py --counts"}.get(name, f"of {name}.py")
         )
     parser.add_argument("--write", type=Path, required=True, help="the document")
     options = parser.parse_args()
     overhead = [json.loads(path.read_text()) for path in options.overhead]
-    counts, scale, dump, gpu = (_loaded(p) for p in (options.counts, options.scale, options.dump, options.gpu))
-    options.write.write_text(document(counts, overhead, scale, dump, gpu))
+    counts, profile, scale, dump, gpu = (
+        _loaded(path) for path in (options.counts, options.profile, options.scale, options.dump, options.gpu)
+    )
+    options.write.write_text(document(counts, overhead, profile, scale, dump, gpu))
     directory = options.write.parent / "plots"
     plots.overhead([case for file in overhead for case in file["cases"]], directory)
     if scale is not None:
