@@ -10,6 +10,8 @@ from benchmarks.diagnosis_text import document, table
 from benchmarks.judging import Expected, Mark
 from benchmarks.peers import Statement, Stop
 
+pytestmark = pytest.mark.exhaustive
+
 TOOLS = ["ddp_nanguard", "detect_anomaly", "forward hooks", "gradient check"]
 FAULT, QUIET = "C13 a scale from the local shard", "G03 bad rows are sliced away"
 
