@@ -56,6 +56,7 @@ class Deferral:
         self._spare = parts.window.twin()
         self._flag: Tensor | None = None
         self._handed: dict[int, Tensor | None] = {}
+        self._updated: dict[int, set[int]] = {}
         self._blocks_from = _blocks_from(parts)
 
     # -- one step, in order ------------------------------------------------------------------------------------------
@@ -82,8 +83,13 @@ class Deferral:
             pending.window.clear()
 
     def can_wait(self) -> bool:
-        """Whether each parameter that has a gradient has the state that its update reads."""
-        return all(_has_state(optimizer) for optimizer in self._parts.optimizers)
+        """Whether each parameter that is trained has been updated, and has the state that its update reads.
+
+        The first half goes by what is trained, the same on every rank: one that holds no part of any parameter would
+        else be the only one not to read its first verdict.
+        """
+        optimizers = self._parts.optimizers
+        return all(_trained(each) <= self._updated.get(id(each), set()) and _has_state(each) for each in optimizers)
 
     def put_off(self, step: int, answer: Answer) -> None:
         """Keep the step until its verdict is known; the window is a new one. Host sync: none."""
@@ -106,9 +112,16 @@ class Deferral:
         self._handed[id(optimizer)] = theirs
         optimizer.found_inf = flag if theirs is None else torch.maximum(theirs, flag)  # type: ignore[attr-defined]
 
-    def take_back(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer has stepped: ``found_inf`` as it was."""
+    def take_back(self, optimizer: torch.optim.Optimizer, went_on: bool) -> None:
+        """The optimizer has stepped: ``found_inf`` as it was.
+
+        Args:
+            optimizer: one of the guard's.
+            went_on: whether a verdict that was read let the update go on.
+        """
         if id(optimizer) not in self._handed:
+            if went_on:
+                self._updated.setdefault(id(optimizer), set()).update(_trained(optimizer))
             return
         theirs = self._handed.pop(id(optimizer))
         if theirs is None:
@@ -158,6 +171,11 @@ class Deferral:
 def _kept(value: float | Tensor) -> float | Tensor:
     """A number as it is now: the loop may write into a tensor before its step is known to be bad."""
     return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _trained(optimizer: torch.optim.Optimizer) -> set[int]:
+    """The parameters that take a gradient, and 0: an optimizer that trains nothing yet has not been updated either."""
+    return {0} | {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
 
 
 def _has_state(optimizer: torch.optim.Optimizer) -> bool:

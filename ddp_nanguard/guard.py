@@ -399,7 +399,7 @@ class NanGuard:
     def _after_update(self, optimizer: torch.optim.Optimizer) -> None:
         """8. The weights have changed; what they are now rides with the next verdict."""
         if self._deferral is not None and self._is_watching():
-            self._deferral.take_back(optimizer)
+            self._deferral.take_back(optimizer, self._go_on)
         if self._go_on and "optimizer" in self._config.watch:
             with torch.no_grad():
                 self._timed(self._parts.state.see_update, optimizer)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_nanguard import NanGuard, NonFiniteError
@@ -329,3 +329,30 @@ def test_what_cannot_be_deferred_is_refused(build: Any, options: dict[str, Any],
     with pytest.raises(ValueError, match="verdict='deferred'") as caught:
         NanGuard(model, build(model.parameters()), verdict="deferred", dump_dir=None, **options)
     assert text in str(caught.value)
+
+
+def _holding_nothing(rank: int, world_size: int) -> Any:
+    """Under FSDP1 the flat range of rank 1 is padding: no parameter of its own ever has a gradient there."""
+    torch.manual_seed(0)
+    net = nn.Linear(1, 1, bias=False)
+    model = FullyShardedDataParallel(net, use_orig_params=True, device_id=torch.device("cpu"))
+    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    guard = NanGuard(model, optimizer, verdict="deferred", dump_dir=None, timeout_s=10)
+    try:
+        for number in range(3):
+            for value in guard.steps([torch.full((2, 1), float("nan") if number == 0 and rank == 0 else 1.0)]):
+                loss = model(value).pow(2).mean()
+                guard.watch(loss=loss)
+                loss.backward()
+                held = [parameter.grad is not None for parameter in model.parameters()]
+                optimizer.step()
+                optimizer.zero_grad()
+    except NonFiniteError as error:
+        return held, number, error.report.is_own_view
+    return held, None, None
+
+
+def test_a_rank_that_holds_nothing_reads_the_first_verdict_too() -> None:
+    ranks = run_ranks(_holding_nothing)
+    assert ranks[0][0] == [True] and ranks[1][0] == [False], "the set-up is what it is meant to be"
+    assert [ended for _, *ended in ranks] == [[0, False], [0, False]]
