@@ -255,3 +255,30 @@ def test_code_that_was_compiled_before_the_guard_is_said_to_be_unchecked() -> No
         )
         assert (phase, layer) == ("forward", "")  # the hooks of what is compiled run outside of it
         assert unchecked[0].startswith("17 modules whose hooks did not fire")
+
+
+def test_a_compiled_step_function_is_said_to_be_unseen_and_leaves_its_buffers(caplog: pytest.LogCaptureFixture) -> None:
+    """The entry hook is inlined and never runs: what it would have kept is kept when the micro-batch begins."""
+    torch._dynamo.reset()
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    guard = NanGuard(net, optimizer, dump_dir=None)
+    step = torch.compile(lambda batch: net(batch).pow(2).mean(), backend="eager")
+    batches = [torch.full((4, 4), float("nan") if index == 3 else 1.0) + torch.eye(4) for index in range(5)]
+
+    def train() -> None:
+        for batch in guard.steps(batches):
+            loss = step(batch)
+            guard.watch(loss=loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with caplog.at_level(logging.WARNING, "ddp_nanguard"), pytest.raises(NonFiniteError) as caught:
+        train()
+    guard.close()
+    assert caught.value.report.step == 3 and caught.value.report.state == ()
+    assert all(buffer.isfinite().all() for buffer in net.buffers())
+    assert [record.getMessage().partition(",")[0] for record in caplog.records if "no call" in record.getMessage()] == [
+        "step 0: no call of the model was seen"
+    ]

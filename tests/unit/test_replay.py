@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 
 from ddp_nanguard import NanGuard, NonFiniteError, Recipe
 from ddp_nanguard.cli import main
+from ddp_nanguard.replay.session import what_needs_optimizer
+from ddp_nanguard.site import Phase, Site
 
 WIDTH = 6
 FAULT_AT = 2
@@ -328,3 +331,11 @@ def test_sites_that_differ_while_every_bit_agrees(tmp_path: Path, capsys: pytest
     said = replayed(fault(tmp_path, model=model, register={"ema": ema}, before_update=spoil), capsys)
     assert said.code in {3, 5}
     assert said.outcome["reason"]
+
+
+@pytest.mark.parametrize("has_optimizer", [True, False])
+def test_an_update_is_run_again_by_the_recipes_optimizer(has_optimizer: bool) -> None:
+    origin = Site(0, 2, None, Phase.OPTIMIZER, "stem", None, "stem.weight", "nan")
+    recipe = Recipe(nn.Linear(1, 1), lambda model, batch: model(batch), torch.optim.SGD if has_optimizer else None)
+    needed = what_needs_optimizer(SimpleNamespace(report=SimpleNamespace(origin=origin)), recipe)
+    assert needed is None if has_optimizer else "give Recipe(model=..., step=..., optimizer=" in str(needed)
