@@ -58,8 +58,16 @@ class Reading(NamedTuple):
     maximum: float
 
 
-Note = tuple[int, Region, Any]
-"""What is kept on the host beside a slot: execution order, region, and what the probe says of it."""
+class Slots(NamedTuple):
+    """Filled slots: values, shape (slots or more, 2), and beside each its execution order, region and note.
+
+    Lists side by side and no object per slot, which the garbage collector would have to follow.
+    """
+
+    values: Tensor
+    orders: list[int]
+    regions: list[Region]
+    notes: list[Any]
 
 
 class Page:
@@ -71,12 +79,13 @@ class Page:
         layout: changes whenever a slot gets another region than it had in the step before.
     """
 
-    __slots__ = ("_outs", "_regions", "_ring", "layout", "notes", "values")
+    __slots__ = ("_orders", "_outs", "_regions", "_ring", "layout", "notes", "values")
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.values = torch.zeros(_FIRST_CAPACITY, 2, device=device, dtype=dtype)
-        self.notes: list[Note] = []
+        self.notes: list[Any] = []
         self.layout = 0
+        self._orders: list[int] = []
         self._outs = _slot_views(self.values)
         self._regions: list[Region] = []
         self._ring: dict[int, Tensor] = {}
@@ -88,7 +97,8 @@ class Page:
         if index == len(self._outs):
             self._grow()
         _aminmax(plain, out=self._outs[index])
-        notes.append((order, region, note))
+        notes.append(note)
+        self._orders.append(order)
         if index == len(regions):
             regions.append(region)
             self.layout += 1
@@ -102,7 +112,8 @@ class Page:
         while first + len(values) > len(self.values):
             self._grow()
         self.values[first : first + len(values)].copy_(values)
-        self.notes += [(order, Region.EVIDENCE, note) for note in notes]
+        self.notes += notes
+        self._orders += [order] * len(notes)
         self._regions = [Region.EVIDENCE] * len(self.notes)
 
     def regions(self) -> list[Region]:
@@ -114,15 +125,24 @@ class Page:
         larger[: len(self._outs)].copy_(self.values)
         self.values, self._outs = larger, _slot_views(larger)
 
-    def keep(self, turn: int) -> tuple[Tensor, list[Note]]:
+    def slots(self) -> Slots:
+        """Those in use."""
+        return Slots(self.values, self._orders, self.regions(), self.notes)
+
+    def keep(self, turn: int) -> Slots:
         """Copy the used slots into place ``turn`` of the ring and start afresh."""
-        used, notes = len(self.notes), self.notes
+        used = len(self.notes)
         place = self._ring.get(turn)
         if place is None or len(place) < used:
             place = self._ring[turn] = torch.zeros_like(self.values)
         place[:used].copy_(self.values[:used])
-        self.notes = []
-        return place, notes
+        kept = self.slots()._replace(values=place)
+        self.discard()
+        return kept
+
+    def discard(self) -> None:
+        """Start afresh."""
+        self.notes, self._orders = [], []
 
 
 def _slot_views(values: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -136,13 +156,17 @@ class Meter(Protocol):
         """Run a probe and add its time."""
         ...
 
+    def count_hook(self) -> None:
+        """Add the time of a hook that does next to nothing."""
+        ...
+
 
 @dataclass(frozen=True)
 class PastStep:
     """Slots of a step with a clean verdict, still on the device."""
 
     step: int
-    pages: tuple[tuple[Tensor, list[Note]], ...]
+    pages: tuple[Slots, ...]
 
     resolve: Callable[[list[Reading]], list[Reading]]
 
@@ -156,6 +180,8 @@ class Board:
 
     Attributes:
         meter: times the probes in a step that is measured, see `probes.budget`.
+        order: execution order of the last thing seen in the window.
+        history: number of clean steps whose slots are kept.
         resolve: makes readings like the others of those that compiled code left, see `probes.compiled`.
 
     Memory: 2 values per slot and step, on the device where the probed tensor lives.
@@ -165,20 +191,27 @@ class Board:
         self._pages: dict[object, Page] = {}
         self.resolve: Callable[[list[Reading]], list[Reading]] = _as_they_are
         self.meter: Meter | None = None
-        self._order = 0
-        self._history = history
+        self.order = 0
+        self.history = history
         self._turn = 0
         self._past: dict[int, PastStep] = {}
         self._recalled: PastStep | None = None
 
-    def reduce(self, region: Region, tensor: Tensor, note: Any) -> int | None:
+    def reduce(self, region: Region, tensor: Tensor, note: Any, order: int | None = None) -> int | None:
         """Reduce a tensor into the next slot; one kernel per dense part, no host read.
+
+        Args:
+            region: what the slot counts for.
+            tensor: of any kind, shape and dtype.
+            note: what the probe says of it.
+            order: execution order of what is looked at later than it happened; default the next one.
 
         Returns:
             The execution order of the slot, or None where the kind of tensor cannot be checked. Tensors that hold
             nothing to check (integers, empty) take no slot and get an order all the same.
         """
-        self._order = order = self._order + 1
+        if order is None:
+            self.order = order = self.order + 1
         if is_plain(tensor):
             page = self._pages.get((tensor.device, tensor.dtype)) or self._page(tensor)
             page.reduce(tensor.detach() if tensor.requires_grad else tensor, order, region, note)
@@ -200,7 +233,7 @@ class Board:
         page = self._pages.get(values.device)
         if page is None:
             page = self._pages[values.device] = Page(values.device, values.dtype)
-        page.fill(values, self._order, notes)
+        page.fill(values, self.order, notes)
 
     def _page(self, tensor: Tensor) -> Page:
         key = (tensor.device, tensor.dtype)
@@ -217,13 +250,13 @@ class Board:
         """The slots of the open window, or of a recalled step, in execution order. Host sync: one per page."""
         if self._recalled is not None:
             return self._recalled.readings()
-        return self.resolve(_sorted_readings([(page.values, page.notes) for page in self._pages.values()]))
+        return self.resolve(_sorted_readings(page.slots() for page in self._pages.values()))
 
     def keep(self, step: int) -> None:
         """Move the slots of a clean step into the ring; one device copy per page, no host read."""
         self._past[self._turn] = PastStep(step, tuple(page.keep(self._turn) for page in self.pages()), self.resolve)
-        self._turn = (self._turn + 1) % self._history
-        self._order = 0
+        self._turn = (self._turn + 1) % self.history
+        self.order = 0
 
     def recall(self, step: int) -> None:
         """A past step stands in for the open window, and is no longer one of the clean ones."""
@@ -239,19 +272,19 @@ class Board:
         if self._recalled is not None:
             return
         for page in self._pages.values():
-            page.notes = []
-        self._order = 0
+            page.discard()
+        self.order = 0
 
     def past(self) -> list[PastStep]:
         """The clean steps in the ring, oldest first."""
         return sorted(self._past.values(), key=lambda past: past.step)
 
 
-def _sorted_readings(pages: Iterable[tuple[Tensor, list[Note]]]) -> list[Reading]:
+def _sorted_readings(pages: Iterable[Slots]) -> list[Reading]:
     found = [
         Reading(order, note, region, low, high)
-        for values, notes in pages
-        for (order, region, note), (low, high) in zip(notes, values[: len(notes)].tolist(), strict=True)
+        for values, orders, regions, notes in pages
+        for order, region, note, (low, high) in zip(orders, regions, notes, values[: len(notes)].tolist(), strict=True)
     ]
     return sorted(found, key=lambda reading: reading.order)
 

@@ -45,6 +45,7 @@ def look(parts: Parts) -> LocalView:
     if parts.device.type == "cuda":
         torch.cuda.synchronize(parts.device)  # batches on their way to the host must have arrived
     parts.settle_regions()
+    parts.gradient.see_waiting()  # of a backward that never ended
     readings = parts.board.readings()
     parts.forward.traced_layers = _traced(readings)
     seen = [r for r in readings if isinstance(r.note, GradientNote) and not is_clean(r)]

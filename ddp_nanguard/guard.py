@@ -274,6 +274,9 @@ class NanGuard:
         if "loss" in self._config.watch:
             parts.board.reduce(Region.LOSS, value, LossNote(name, micro_batch.index))
 
+    def _at_end_of_local_backward(self) -> None:
+        self._timed(self._parts.gradient.see_waiting)
+
     def _at_end_of_backward(self) -> None:
         self._timed(self._after_backward)
 
@@ -437,6 +440,7 @@ class NanGuard:
         self._severities = Severities(parts.board, parts.device, has_scaler, self._config.grad_norm_warn)
         self._policy = FaultPolicy(parts)
         self._deferral = Deferral(parts) if self._config.verdict == "deferred" else None
+        parts.backward.on_local_end = self._at_end_of_local_backward
         parts.backward.on_end = self._at_end_of_backward
         parts.forward.on_root = self._before_root
         parts.forward.on_idle = parts.disarm

@@ -153,6 +153,7 @@ class Parts:
         self.settle_regions()
         watch = self.config.watch
         if "backward" in watch or "reduce" in watch:
+            self.gradient.see_waiting()  # of a backward that raised
             self.gradient.see_uncovered()
         if "state" in watch:
             self.state.see_written_buffers()
@@ -273,7 +274,9 @@ def _composed(
 
     held = {id(p) for optimizer in given.optimizers for group in optimizer.param_groups for p in group["params"]}
     left_out = {piece.name for name, p in parameters if id(p) not in held for piece in wrapper.pieces("", name, p, p)}
-    gradient = GradientProbe(parameters, board, backward, wrapper.local, ignored, frozenset(left_out))
+    gradient = GradientProbe(
+        parameters, board, backward, wrapper.local, ignored, frozenset(left_out), wrapper.local_gradients_may_wait()
+    )
     _warn_of_small_eps(given.optimizers)
     watches_gradients = config.enabled and bool({"backward", "reduce"} & set(config.watch))
     return Parts(

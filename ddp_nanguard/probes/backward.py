@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from torch.autograd import Variable
 
@@ -24,16 +25,20 @@ class BackwardProbe:
     """Watches gradients of activations, and tells when a backward pass has ended.
 
     Attributes:
+        on_local_end: called when a backward pass has computed all it computes, before the wrapper's own callbacks.
         on_end: called after each backward pass.
         ran: whether one has run in the micro-batch.
         ran_since_verdict: whether one has run in the window.
         is_entered: whether one is running.
+        graph_task: autograd's number of the one entered last.
         is_closed: whether activations are not watched, or no longer: graphs that outlive the guard hold its hooks.
     """
 
     def __init__(self, board: Board, probes_activations: bool) -> None:
         self.board = board
+        self.on_local_end: Callable[[], None] = _nothing
         self.on_end: Callable[[], None] = _nothing
+        self.graph_task = -1
         self.ran = False
         self.ran_since_verdict = False
         self.is_closed = not probes_activations
@@ -49,6 +54,7 @@ class BackwardProbe:
         self.ran = self.ran_since_verdict = True
         if not self.is_entered:
             self.is_entered = True
+            self.graph_task = torch._C._current_graph_task_id()
             Variable._execution_engine.queue_callback(self._first_callback)
 
     def reset(self) -> None:
@@ -57,10 +63,11 @@ class BackwardProbe:
 
     def close(self) -> None:
         """Graphs that are still alive hold the hooks: they must not lead to the guard."""
-        self.on_end = _nothing
+        self.on_local_end = self.on_end = _nothing
         self.is_closed = True
 
     def _first_callback(self) -> None:
+        self.on_local_end()
         Variable._execution_engine.queue_callback(self._second_callback)
 
     def _second_callback(self) -> None:

@@ -102,6 +102,10 @@ class Meter:
                 end.record()
                 self.events.append((begin, end))
 
+    def count_hook(self) -> None:
+        """Add the time of a hook that does next to nothing."""
+        self.seconds += self.hook_s
+
     def device_seconds(self) -> float:
         """Time on the device. Host sync: one."""
         if not self.events:

@@ -6,6 +6,7 @@ for backward.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Container
 from typing import Any
 
@@ -19,7 +20,7 @@ from ddp_nanguard.hooks import Hook
 from ddp_nanguard.scan import tensors_in
 
 from .backward import BackwardProbe
-from .calls import Call, Sighting, in_backward
+from .calls import Call, Sighting, dissolve, in_backward
 from .compiled import CompiledRegions, Places, is_compiled_alone, stick
 from .recomputation import Recomputation
 
@@ -40,6 +41,7 @@ class ForwardProbe:
         self.on_root: Callable[[], None] = _nothing
         self.on_idle: Callable[[], object] = _nothing
         self.calls: list[Call] = []
+        self._past: deque[list[Call]] = deque()
         self.unchecked: set[str] = set()
         self.have_forward = {name for name, m in modules if getattr(type(m), "forward", None) is not nn.Module.forward}
         self.without_forward = {name for name, _ in modules} - self.have_forward
@@ -152,7 +154,10 @@ class ForwardProbe:
         self._stack = []
 
     def forget_window(self) -> None:
-        """Drop the record of the window."""
+        """Drop the record of the window; as long as its slots are kept it still hangs together."""
+        self._past.append(self.calls)
+        if len(self._past) > self.board.history + 1:
+            dissolve(self._past.popleft())
         self.calls = []
         self._recomputation.forget_window()
         self.begin_micro_batch(0)

@@ -1,4 +1,12 @@
-"""Gradients of parameters: on this rank before the reduce, after it, and those that no hook has covered."""
+"""Gradients of parameters: on this rank before the reduce, after it, and those that no hook has covered.
+
+[Note: waiting gradients]
+Between two large operators a hook that reduces costs ten times what it costs in a loop: code and data have left the
+cache. Where `.grad` stays what this rank has accumulated until the backward ends, the hooks note its order alone, and
+all are reduced together in the engine's first callback, which comes before the wrapper's own. What the wrapper would
+have freed meanwhile waits up to a limit; at the limit they are looked at. A pass inside the pass may end with the
+wrapper's callback: its gradients do not wait.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +22,8 @@ from ddp_nanguard.scan import is_plain
 
 from .backward import BackwardProbe
 from .calls import version_of
+
+_current_graph_task = torch._C._current_graph_task_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +48,7 @@ class GradientProbe:
         local: gives the local tensor of a sharded one, without communication.
         is_ignored: whether a name gets no probe.
         left_out: parameters that no optimizer holds: no scaler looks at their gradients.
+        waiting_bytes: of local gradients that may wait, see [Note: waiting gradients]; None is no limit.
     """
 
     def __init__(
@@ -48,8 +59,12 @@ class GradientProbe:
         local: Callable[[Tensor], Tensor],
         is_ignored: Callable[[str], bool],
         left_out: frozenset[str] = frozenset(),
+        waiting_bytes: int | None = 0,
     ) -> None:
         self._left_out = left_out
+        self._waiting_bytes = waiting_bytes
+        self._room = waiting_bytes or 0
+        self._waiting: list[tuple[int, str, Tensor]] = []
         self.board = board
         self.backward = backward
         self.micro_batch: int | None = 0
@@ -58,20 +73,41 @@ class GradientProbe:
         self._local_notes: dict[int | None, dict[str, tuple[Region, GradientNote]]] = {}
         self._local = local
         self._is_ignored = is_ignored
-        self._covered: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._covered: dict[int, weakref.ref[Tensor]] = {}
+        self._versions: dict[int, int] = {}
 
     def see_local(self, name: str, gradient: Tensor) -> None:
         """Backward gave a rank-local gradient. Called in every micro-batch, before any communication."""
-        meter = self.board.meter
-        if meter is None:
-            self._see_local(name, gradient)
-        else:
-            meter.run(self._see_local, name, gradient)
-
-    def _see_local(self, name: str, gradient: Tensor) -> None:
-        backward = self.backward
+        backward, board = self.backward, self.board
         if not (backward.is_entered and backward.ran):
             backward.enter()
+        board.order = order = board.order + 1
+        if _current_graph_task() == backward.graph_task and (self._waiting_bytes is None or self._has_room(gradient)):
+            self._waiting.append((order, name, gradient))
+            if board.meter is not None:
+                board.meter.count_hook()
+        elif board.meter is None:
+            self._see_now(order, name, gradient)
+        else:
+            board.meter.run(self._see_now, order, name, gradient)
+
+    def see_waiting(self) -> None:
+        """Look at what `see_local` has put off, see [Note: waiting gradients]."""
+        waiting, self._waiting, self._room = self._waiting, [], self._waiting_bytes or 0
+        for order, name, gradient in waiting:
+            self._see_local(order, name, gradient)
+
+    def _has_room(self, gradient: Tensor) -> bool:
+        if not self._room or gradient.layout is not torch.strided or gradient.nbytes > self._room:
+            return False
+        self._room -= gradient.nbytes
+        return True
+
+    def _see_now(self, order: int, name: str, gradient: Tensor) -> None:
+        self._see_local(order, name, gradient)
+        self.see_waiting()
+
+    def _see_local(self, order: int, name: str, gradient: Tensor) -> None:
         known = self._local_notes.get(self.micro_batch)
         if known is None:
             known = self._local_notes[self.micro_batch] = {}
@@ -80,7 +116,7 @@ class GradientProbe:
                 return
             known[name] = (self._region(name), GradientNote(name, self.micro_batch, reduced=False))
         region, note = known[name]
-        self.board.reduce(region, gradient, note)
+        self.board.reduce(region, gradient, note, order)
 
     def see_reduced(self) -> None:
         """The gradients have been communicated: look at what the optimizer will use."""
@@ -110,8 +146,8 @@ class GradientProbe:
                 self._see(GradientNote(name, None, reduced=False), gradient)
 
     def forget_window(self) -> None:
-        """Nothing is covered any more."""
-        self._covered = {}
+        """Nothing is covered any more, nothing waits."""
+        self._covered, self._versions, self._waiting = {}, {}, []
 
     def _see(self, note: GradientNote, gradient: Tensor) -> None:
         self.board.reduce(self._region(note.name), self._local(gradient), note)
@@ -121,9 +157,11 @@ class GradientProbe:
         return Region.LEFT_OUT if name in self._left_out else Region.GRADIENT
 
     def _cover(self, gradient: Tensor) -> None:
-        self._covered[id(gradient)] = (weakref.ref(gradient), version_of(gradient))
+        self._covered[id(gradient)] = weakref.ref(gradient)
+        self._versions[id(gradient)] = version_of(gradient)
 
     def _is_covered(self, gradient: Tensor) -> bool:
         """Seen by a hook, and not changed in place since."""
-        reference, version = self._covered.get(id(gradient), (None, -1))
-        return reference is not None and reference() is gradient and version == version_of(gradient)
+        reference = self._covered.get(id(gradient))
+        is_known = reference is not None and reference() is gradient
+        return is_known and self._versions[id(gradient)] == version_of(gradient)

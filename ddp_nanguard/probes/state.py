@@ -59,6 +59,7 @@ class StateProbe:
         self._optimizers = optimizers
         self._local = local
         self._is_ignored = is_ignored
+        self._notes: dict[tuple[Kind, When], dict[str, StateNote | None]] = {}
         self._updated: dict[int, tuple[list[int], list[tuple[nn.Parameter, StateNote]]]] = {}
 
     # -- what is there -----------------------------------------------------------------------------------------------
@@ -161,9 +162,12 @@ class StateProbe:
 
     def _see(self, kind: Kind, when: When, named: Iterator[tuple[str, Tensor]]) -> None:
         region = Region.REMARK if when == "doomed" else (Region.BUFFER if kind == "buffer" else Region.STATE)
+        notes = self._notes.setdefault((kind, when), {})
         for name, tensor in named:
-            if not self._is_ignored(name):
-                self.board.reduce(region, self._local(tensor), StateNote(kind, name, when))
+            if name not in notes:
+                notes[name] = None if self._is_ignored(name) else StateNote(kind, name, when)
+            if (note := notes[name]) is not None:
+                self.board.reduce(region, self._local(tensor), note)
 
 
 def is_bad_number(name: str, value: float) -> bool:

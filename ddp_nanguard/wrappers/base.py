@@ -113,6 +113,10 @@ def dtype_named(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
 
 
+def _nobody(name: str, gradient: torch.Tensor) -> None:
+    return None
+
+
 class LeafHook(Hook):
     """Post-accumulate hook of one parameter."""
 
@@ -124,26 +128,32 @@ class LeafHook(Hook):
 
     def __call__(self, parameter: torch.Tensor) -> None:
         """Report what has accumulated."""
-        watch = self.target()
-        if watch is not None and parameter.grad is not None:
-            watch.report(self.name, parameter.grad)
+        watch, gradient = self.target(), parameter.grad
+        if watch is not None and gradient is not None:
+            if type(gradient) is torch.Tensor:
+                watch.on_gradient(self.name, gradient)
+            else:
+                watch.report(self.name, gradient)
 
 
 class GradientWatch:
     """Reports rank-local gradients while armed. The caller keeps it: hooks hold it weakly.
 
     `arm` may be called again at any time: parameters that were replaced or unfrozen meanwhile are then hooked too.
+
+    Attributes:
+        on_gradient: is told of each gradient, as the local tensor; nobody is after `remove`.
     """
 
     def __init__(self, wrapper: Wrapper, on_gradient: OnGradient) -> None:
         self._wrapper = wrapper
-        self._on_gradient: OnGradient | None = on_gradient
+        self.on_gradient = on_gradient
         self._armed = False
         self._leaves: dict[str, tuple[torch.Tensor, RemovableHandle]] = {}
 
     def arm(self) -> None:
         """Put the hooks on; does nothing to those that are on."""
-        if self._on_gradient is None:
+        if self.on_gradient is _nobody:
             return
         self._armed = True
         for name, parameter in self._wrapper.leaves():
@@ -159,13 +169,12 @@ class GradientWatch:
     def remove(self) -> None:
         """Take every hook off for good."""
         self.disarm()
-        self._on_gradient = None
+        self.on_gradient = _nobody
 
     def report(self, name: str, gradient: torch.Tensor) -> None:
         """Pass a gradient on, as the local tensor; called by the hooks."""
-        if self._armed and self._on_gradient is not None:
-            is_plain = type(gradient) is torch.Tensor
-            self._on_gradient(name, gradient if is_plain else self._wrapper.local(gradient))
+        if self._armed:
+            self.on_gradient(name, self._wrapper.local(gradient))
 
     def hook_leaf(self, name: str, parameter: torch.Tensor) -> None:
         """Hook ``parameter`` unless it is hooked already or takes no gradient."""
@@ -245,6 +254,13 @@ class Wrapper(ABC):
     @abstractmethod
     def will_reduce(self) -> bool:
         """Whether the backward now running communicates gradients."""
+
+    def local_gradients_may_wait(self) -> int | None:
+        """How many bytes of rank-local gradients may be kept until the callbacks of the backward run, unchanged.
+
+        0 where they change before, None where they are kept anyway.
+        """
+        return 0
 
     def group_ranks(self) -> list[int] | None:
         """Global ranks that the wrapper communicates over; None where that is the user's own business."""

@@ -46,6 +46,12 @@ class DDPWrapper(Wrapper):
         """
         return bool(self._ddp.require_forward_param_sync) and self._ddp.process_group.size() > 1
 
+    def local_gradients_may_wait(self) -> int | None:
+        """DDP reduces copies of them, unless they are views into its buckets, and puts the means back at the end."""
+        ddp = self._ddp
+        is_view = ddp.gradient_as_bucket_view or bool(getattr(ddp, "_delay_all_reduce_params", ()))
+        return 0 if is_view or ddp.mixed_precision is not None else None
+
     def group_ranks(self) -> list[int]:
         """Global ranks of DDP's process group."""
         return dist.get_process_group_ranks(self._ddp.process_group)

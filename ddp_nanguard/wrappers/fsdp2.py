@@ -29,6 +29,9 @@ from ddp_nanguard.hooks import Hook
 from .base import GradientWatch, OnGradient, ShardedWrapper, class_name, dtype_name, dtype_named, join, paths
 from .plain import PlainWrapper
 
+WAITING_BYTES = 2**22
+"""Unsharded gradients kept at most until they are looked at together."""
+
 
 class FSDP2Wrapper(ShardedWrapper):
     """A module whose parameters are sharded in place by `fully_shard`, at the root or only below it."""
@@ -57,6 +60,10 @@ class FSDP2Wrapper(ShardedWrapper):
     def will_reduce(self) -> bool:
         """Whether any group reduces, see `FSDPModule.set_requires_gradient_sync`."""
         return any(group.reduce_grads and group.mesh_info.mesh.size() > 1 for group in self.groups())
+
+    def local_gradients_may_wait(self) -> int | None:
+        """FSDP2 reduces a copy and lets go of them: those that wait take memory of their own."""
+        return WAITING_BYTES
 
     def leaves(self) -> list[tuple[str, torch.Tensor]]:
         """The unsharded parameters that exist so far, and parameters that FSDP ignores."""

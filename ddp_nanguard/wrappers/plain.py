@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,6 +20,10 @@ class PlainWrapper(Wrapper):
     def will_reduce(self) -> bool:
         """Never: nothing here communicates."""
         return False
+
+    def local_gradients_may_wait(self) -> int | None:
+        """They stay unless there is somebody that hooks of the user's own could communicate with."""
+        return 0 if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 else None
 
 
 def wrap(
