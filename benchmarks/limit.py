@@ -32,17 +32,17 @@ class Stopwatch:
         self._reduce = reduce = Board.reduce
         self.begin(False)
 
-        def timed(board: Board, region: Any, tensor: Tensor, note: Any) -> int | None:
+        def timed(board: Board, region: Any, tensor: Tensor, note: Any, order: int | None = None) -> int | None:
             parts = dense_parts(tensor) or []
             self.num_probes += len(parts)
             self.size_bytes += sum(part.numel() * part.element_size() for part in parts)
             if self.is_summing:
                 self._sum(parts)
-                return reduce(board, region, tensor, note)
+                return reduce(board, region, tensor, note, order)
             start = time.perf_counter()
-            order = reduce(board, region, tensor, note)
+            found = reduce(board, region, tensor, note, order)
             self.probes += time.perf_counter() - start
-            return order
+            return found
 
         Board.reduce = timed  # type: ignore[method-assign]
         return self

@@ -34,6 +34,7 @@ from ddp_nanguard.board import Board  # noqa: E402
 from ddp_nanguard.guard import NanGuard  # noqa: E402
 from ddp_nanguard.policy import FaultPolicy  # noqa: E402
 from ddp_nanguard.probes import backward, forward  # noqa: E402
+from ddp_nanguard.probes.gradient import GradientProbe  # noqa: E402
 from ddp_nanguard.severity import Severities  # noqa: E402
 from ddp_nanguard.verdict import Peers  # noqa: E402
 from ddp_nanguard.wrappers import base  # noqa: E402
@@ -46,7 +47,8 @@ TIMED: list[tuple[str, Any, str]] = [
     ("  of both: hooks put on tensors", backward.BackwardProbe, "watch"),
     ("loss", NanGuard, "watch"),
     ("gradients of activations", backward.GradientHook, "__call__"),
-    ("gradients of parameters, local", base.LeafHook, "__call__"),
+    ("gradients of parameters: hooks", base.LeafHook, "__call__"),
+    ("gradients of parameters, local", GradientProbe, "see_waiting"),
     ("end of backward, reduced gradients", backward.BackwardProbe, "_second_callback"),
     ("verdict, all of it", loop.BeforeStepHook, "__call__"),
     ("  severity on the device", Severities, "severity"),

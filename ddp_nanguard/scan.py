@@ -92,8 +92,12 @@ def tensors_in(value: Any, depth: int = 8) -> Sequence[Tensor]:
     """
     if type(value) is Tensor:
         return (value,)
-    if type(value) is tuple and all(type(item) is Tensor for item in value):
-        return value
+    if type(value) is tuple:
+        for item in value:
+            if type(item) is not Tensor:
+                break
+        else:
+            return value
     return [tensor for _, tensor in named_tensors_in(value, (), depth)]
 
 

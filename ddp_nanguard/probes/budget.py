@@ -47,7 +47,10 @@ class Level:
 
 
 def levels_of(modules: list[tuple[str, nn.Module]]) -> list[Level]:
-    """From every module to the root alone; a level that watches the same as the one before is left out."""
+    """From every module to the root alone; a level that watches the same as one before is left out.
+
+    Gradients of activations go first: those of parameters, which are always looked at, tell the layer too.
+    """
     every = frozenset(name for name, _ in modules)
     called = {name for name, m in modules if getattr(type(m), "forward", None) is not nn.Module.forward}
     blocks = frozenset(name for name, module in modules if name == "" or any(True for _ in module.children()))
@@ -57,14 +60,15 @@ def levels_of(modules: list[tuple[str, nn.Module]]) -> list[Level]:
         Level("every module", every, every),
         Level("every module, activation gradients of blocks alone", every, blocks),
         Level("blocks", blocks, blocks),
+        Level("blocks, no activation gradients inside", blocks, root),
         Level("outermost blocks", outer, outer),
+        Level("outermost blocks, no activation gradients inside", outer, root),
         Level("the root", root, root),
     ]
-    found: list[Level] = []
+    found: dict[tuple[frozenset[str], frozenset[str]], Level] = {}
     for level in levels:
-        if not found or (level.layers, level.gradient_layers) != (found[-1].layers, found[-1].gradient_layers):
-            found.append(level)
-    return found
+        found.setdefault((level.layers, level.gradient_layers), level)
+    return list(found.values())
 
 
 def _callers(name: str, called: set[str]) -> list[str]:
@@ -126,7 +130,7 @@ class Budget:
         forward: whose hooks are thinned out.
         device: of the model.
 
-    Host sync: one per decision on CUDA, of which there are at most five in the life of a job.
+    Host sync: one per decision on CUDA, of which there are at most seven in the life of a job.
     """
 
     def __init__(self, limit: float | None, forward: ForwardProbe, device: torch.device) -> None:

@@ -14,6 +14,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+_current_graph_task = torch._C._current_graph_task_id
+
 
 class Call:
     """One call of one module in a micro-batch.
@@ -92,7 +94,12 @@ class Sighting:
 
     def is_still(self, tensor: Tensor) -> bool:
         """Whether the tensor is this one, unchanged."""
-        return self.ref() is tensor and self.version == version_of(tensor)
+        if self.ref() is not tensor:
+            return False
+        try:
+            return self.version == tensor._version
+        except RuntimeError:  # see `version_of`
+            return self.version == -1
 
 
 def dissolve(calls: list[Call]) -> None:
@@ -113,4 +120,4 @@ def version_of(tensor: Tensor) -> int:
 
 def in_backward() -> bool:
     """Whether this thread is inside a backward pass, where a forward hook means recomputation."""
-    return torch._C._current_graph_task_id() != -1
+    return _current_graph_task() != -1

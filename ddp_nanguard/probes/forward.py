@@ -174,16 +174,19 @@ class ForwardProbe:
         if in_backward():
             self._recomputation.before(layer, _tensors((args, kwargs)))
             return
-        if not self._stack and not torch.is_grad_enabled():
-            self.on_idle()
-            return
-        if layer == "" and not self._stack:
-            self.on_root()
+        stack, has_grad = self._stack, torch.is_grad_enabled()
+        if not stack:
+            if not has_grad:
+                self.on_idle()
+                return
+            if layer == "":
+                self.on_root()
+                stack = self._stack
         number = self._counts[layer] = self._counts.get(layer, 0) + 1
-        call = Call(layer, number, self._micro_batch, self._stack[-1] if self._stack else None)
+        call = Call(layer, number, self._micro_batch, stack[-1] if stack else None)
         self.calls.append(call)
-        self._stack.append(call)
-        if not torch.is_grad_enabled():
+        stack.append(call)
+        if not has_grad:
             self._recomputation.note(call)
         for tensor in tensors_in((args, kwargs) if kwargs else args):
             call.takes_tensors = True
@@ -215,7 +218,8 @@ class ForwardProbe:
         seen = self._seen.get(id(tensor))
         if seen is None or not seen.is_still(tensor):
             seen = self._sight(call, tensor, "input", Region.EVIDENCE)
-        self._watch_gradient(seen, tensor, call)
+        if not seen.is_watched:
+            self._watch_gradient(seen, tensor, call)
         seen.consumers.append(call)
         call.inputs.append(seen)
 
@@ -225,14 +229,15 @@ class ForwardProbe:
             seen = self._sight(call, tensor, "output", region)
         elif region is Region.OUTPUT:
             self.board.reduce(region, tensor, seen)  # a child's output: the verdict reads those of the root apart
-        self._watch_gradient(seen, tensor, call)
+        if not seen.is_watched:
+            self._watch_gradient(seen, tensor, call)
         call.outputs.append(seen)
 
     def _look_at_changed_inputs(self, call: Call) -> None:
         """A module may change its input in place and give back something else."""
         for taken in call.inputs:
             tensor = taken.ref()
-            if tensor is not None and self._seen.get(id(tensor)) is taken and not taken.is_still(tensor):
+            if tensor is not None and not taken.is_still(tensor) and self._seen.get(id(tensor)) is taken:
                 self._give(call, tensor, Region.EVIDENCE)
 
     def _sight(self, call: Call, tensor: Tensor, slot: str, region: Region) -> Sighting:
@@ -243,8 +248,8 @@ class ForwardProbe:
         return sighting
 
     def _watch_gradient(self, sighting: Sighting, tensor: Tensor, call: Call) -> None:
-        """Once per tensor; what reentrant checkpointing returns is what its block gave, with a graph put on later."""
-        if not sighting.is_watched and tensor.grad_fn is not None and call.layer in self._gradient_layers:
+        """Until it is watched: what reentrant checkpointing returns is what its block gave, with a later graph."""
+        if tensor.grad_fn is not None and call.layer in self._gradient_layers:
             sighting.is_watched = True
             self.backward.watch(tensor, sighting)
 

@@ -48,18 +48,24 @@ def test_levels_go_from_every_module_to_the_root() -> None:
         "every module",
         "every module, activation gradients of blocks alone",
         "blocks",
+        "blocks, no activation gradients inside",
         "the root",
     ]
     every = {"", *(f"layers.{i}{part}" for i in range(2) for part in ("", ".linear", ".act"))}
     blocks = {"", "layers.0", "layers.1"}
-    assert [level.layers for level in levels] == [every, every, blocks, {""}]
-    assert [level.gradient_layers for level in levels] == [every, blocks, blocks, {""}]
+    assert [level.layers for level in levels] == [every, every, blocks, blocks, {""}]
+    assert [level.gradient_layers for level in levels] == [every, blocks, blocks, {""}, {""}]
 
 
 def test_outermost_blocks_are_those_that_the_root_calls() -> None:
     net = nn.Sequential(nn.Sequential(Block(), Block()), nn.Linear(2, 2))
     levels = budget.levels_of(list(net.named_modules()))
-    assert levels[3].text == "outermost blocks" and levels[3].layers == {"", "0"}
+    assert [level.text for level in levels[4:]] == [
+        "outermost blocks",
+        "outermost blocks, no activation gradients inside",
+        "the root",
+    ]
+    assert [level.layers for level in levels[4:]] == [{"", "0"}, {"", "0"}, {""}]
 
 
 def _trained(rank: int, world_size: int, limit: float | None, slow_s: float, dump_dir: str | None) -> Any:
@@ -136,5 +142,5 @@ def test_none_watches_everything_and_the_bits_are_the_same() -> None:
         everything, coarse, strict=True
     ):
         assert set(levels) == {0} and not said
-        assert max(coarse_levels) == 3 and coarse_said[0].split("; ")[1].startswith("watched from now on: the root (")
+        assert max(coarse_levels) == 4 and coarse_said[0].split("; ")[1].startswith("watched from now on: the root (")
         assert all(torch.equal(a, b) for a, b in zip(weights, coarse_weights, strict=True))
