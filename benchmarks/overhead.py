@@ -4,12 +4,15 @@
     torchrun --nproc-per-node 2 benchmarks/overhead.py [--runs 3] [--json FILE] [--plot DIRECTORY] [--compiled]
     torchrun --nproc-per-node 2 benchmarks/overhead.py --counts
 
-One process group, one thread per rank. Per model and wrapper all columns are built side by side from equal weights;
-in each round every column makes one step on the same batch, in rotating order, each behind a barrier. A figure is the
-median of the ratios column / unguarded of the same round, with quartiles over all rounds and the medians of each run.
-Peers take turns, one per round. The processor time of the training thread, summed over ranks, is compared likewise:
-it says less about waiting, and is not disturbed by other jobs on the machine. `--compiled` measures compiled models
-instead; compiling takes longer than measuring. `--counts` measures next to nothing and asserts what can be counted.
+One process group, one thread per rank. Per model and wrapper all columns are built side by side from equal weights; in
+each round every column makes two steps with its watch and two with all of it taken off, of the same model in the same
+memory and on the same batch, one kind around the other, each behind a barrier; which is outside alternates. A figure is
+the median of the ratios of these pairs, with quartiles over all of them and the medians of each run. Peers take turns,
+one per round. The
+processor time of the training thread, summed over ranks, is compared likewise: it says less about waiting, and is not
+disturbed by other jobs on the machine. `--compiled` measures compiled models instead, whose hooks cannot be taken off:
+the other step of a pair is that of a second model; compiling takes longer than measuring. `--counts` measures next to
+nothing and asserts what can be counted.
 """
 
 from __future__ import annotations
@@ -45,10 +48,23 @@ COLUMNS = [make().name for make in (Control, *GUARDS, *PEERS)]
 
 @dataclass
 class Column:
-    """Steps of one loop, paired with the unguarded ones of the same rounds."""
+    """Steps of one loop, paired with unguarded ones: its own, or those of another loop."""
 
     loop: Loop
+    plain: Loop | None = None
     runs: list[list[tuple[Seconds, Seconds]]] = field(default_factory=list)
+
+    def pair(self, batch: torch.Tensor, plain_first: bool) -> tuple[Seconds, Seconds]:
+        """Two steps each, every one behind a barrier, one kind around the other so that drift cancels; their means."""
+        plain, watched = self._plain_step, self.loop.step
+        found: dict[Any, list[Seconds]] = {plain: [], watched: []}
+        for turn in (plain, watched, watched, plain) if plain_first else (watched, plain, plain, watched):
+            dist.barrier()
+            found[turn].append(turn(batch))
+        return _mean(found[watched]), _mean(found[plain])
+
+    def _plain_step(self, batch: torch.Tensor) -> Seconds:
+        return self.loop.unwatched_step(batch) if self.plain is None else self.plain.step(batch)
 
     def row(self) -> dict[str, Any]:
         pairs = [pair for run in self.runs for pair in run]
@@ -65,6 +81,10 @@ class Column:
             "step_ms": round(1000 * statistics.median(mine.wall for mine, _ in pairs), 3),
             "added_ms": round(1000 * statistics.median(mine.wall - plain.wall for mine, plain in pairs), 3),
         }
+
+
+def _mean(steps: list[Seconds]) -> Seconds:
+    return Seconds(statistics.mean(step.wall for step in steps), statistics.mean(step.cpu for step in steps))
 
 
 @dataclass(frozen=True)
@@ -102,14 +122,14 @@ def measure(case: Case, extent: Extent) -> dict[str, Any]:
     counters.clear()
     torch._dynamo.config.recompile_limit = 64  # every loop has a model of its own, of the same code
     torch._dynamo.config.skip_nnmodule_hook_guards = False  # else one without hooks lends its graph to all
-    plain = Loop(case, Watch())
+    plain = Loop(case, Watch()) if case.compiled else None
     wanted = [make for make in (Control, *GUARDS, *PEERS) if make().name in extent.columns]
-    guards, _ = _built(case, [make for make in wanted if make not in PEERS])
-    others, missing = _built(case, [make for make in wanted if make in PEERS and not case.compiled])
-    _warm_up(case, extent, plain, guards + others)
+    guards, _ = _built(case, [make for make in wanted if make not in PEERS], plain)
+    others, missing = _built(case, [make for make in wanted if make in PEERS and not case.compiled], plain)
+    _warm_up(case, extent, guards + others)
     graphs, breaks = _graphs(), sum(counters["graph_break"].values())
     for _ in range(extent.runs):
-        _run(case, extent, plain, guards, others)
+        _run(case, extent, guards, others)
     rows = [*(column.row() for column in guards + others), *missing]
     for column in guards + others:
         column.loop.close()
@@ -125,51 +145,48 @@ def measure(case: Case, extent: Extent) -> dict[str, Any]:
     }
 
 
-def _warm_up(case: Case, extent: Extent, plain: Loop, columns: list[Column]) -> None:
-    for _ in range(extent.warm_up):
-        _round(case, plain, columns, 0)
+def _warm_up(case: Case, extent: Extent, columns: list[Column]) -> None:
     for column in columns:
-        for _ in range(column.loop.watch.settles_in):
+        for _ in range(extent.warm_up + column.loop.watch.settles_in):
             column.loop.step(case.batch())
+    for _ in range(extent.warm_up):
+        _round(case, columns, 0)
 
 
-def _built(case: Case, made: Sequence[Callable[[], Watch]]) -> tuple[list[Column], list[dict[str, Any]]]:
+def _built(
+    case: Case, made: Sequence[Callable[[], Watch]], plain: Loop | None
+) -> tuple[list[Column], list[dict[str, Any]]]:
     """Columns, and rows that say why there is none."""
     columns: list[Column] = []
     missing = []
     for make in made:
         watch = make()
         if is_installed(watch):
-            columns.append(Column(Loop(case, watch)))
+            columns.append(Column(Loop(case, watch), plain))
         else:
             missing.append({"column": watch.name, "missing": "not installed"})
     return columns, missing
 
 
-def _run(case: Case, extent: Extent, plain: Loop, guards: list[Column], others: list[Column]) -> None:
+def _run(case: Case, extent: Extent, guards: list[Column], others: list[Column]) -> None:
     for column in guards + others:
         column.runs.append([])
     end = time.monotonic() + extent.seconds
     for index in range(extent.rounds):
         turn = [others[index % len(others)]] if others else []
-        times = _round(case, plain, guards + turn, index)
-        for column in guards + turn:
-            column.runs[-1].append((times[column.loop], times[plain]))
+        for column, pair in _round(case, guards + turn, index):
+            column.runs[-1].append(pair)
         if index + 1 >= len(others) and _is_over(end):
             break
     for column in guards + others:
         column.runs[-1] = _over_ranks(column.runs[-1])
 
 
-def _round(case: Case, plain: Loop, columns: list[Column], index: int) -> dict[Loop, Seconds]:
-    loops = [plain, *(column.loop for column in columns)]
-    shift = index % len(loops)
+def _round(case: Case, columns: list[Column], index: int) -> list[tuple[Column, tuple[Seconds, Seconds]]]:
+    shift = index % len(columns)
     batch = case.batch()
-    times = {}
-    for loop in loops[shift:] + loops[:shift]:
-        dist.barrier()
-        times[loop] = loop.step(batch)
-    return times
+    plain_first = bool(index // len(columns) % 2)
+    return [(column, column.pair(batch, plain_first)) for column in columns[shift:] + columns[:shift]]
 
 
 def _is_over(end: float) -> bool:

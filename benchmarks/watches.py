@@ -1,6 +1,7 @@
 """The ways to look for non-finite values whose cost `overhead.py` compares: none, this package's levels, and peers.
 
-Each is set up as its own documentation says, and acts at fixed points of the training loop.
+Each is set up as its own documentation says, and acts at fixed points of the training loop. All but those that
+compiled code has taken up can be taken off and put back between two steps.
 """
 
 from __future__ import annotations
@@ -45,6 +46,12 @@ class Watch:
 
     def after_backward(self, model: nn.Module) -> None: ...
 
+    def pause(self) -> None:
+        """Take everything off."""
+
+    def resume(self) -> None:
+        """Put it back."""
+
     def level(self) -> str:
         """What is watched, where that is decided while it runs."""
         return ""
@@ -54,7 +61,7 @@ class Watch:
 
 class Control(Watch):
     name = "unguarded, again"
-    about = "a second unguarded loop: what the machine's noise makes of a ratio of one"
+    about = "unguarded steps against unguarded steps: what the machine's noise makes of a ratio of one"
 
 
 class Guard(Watch):
@@ -75,6 +82,18 @@ class Guard(Watch):
 
     def after_forward(self, loss: Tensor) -> None:
         self.guard.watch(loss=loss)
+
+    def pause(self) -> None:
+        guard = self.guard
+        for handle in (*guard._handles, *guard._around):
+            handle.remove()
+        guard._handles, guard._around = [], []
+        guard._parts.disarm()
+
+    def resume(self) -> None:
+        self.guard._hook_model()
+        self.guard._parts.arm()
+        self.guard._hook_optimizers()
 
     def level(self) -> str:
         return self.guard._parts.budget.level if self.options.get("budget") else ""
@@ -120,11 +139,31 @@ class Anomaly(Watch):
         return torch.autograd.detect_anomaly(check_nan=True)
 
 
-class ModuleHooks(Watch):
+class Hooking(Watch):
+    """Hooks on modules, put on before the model is wrapped."""
+
+    def attach(self, model: nn.Module) -> None:
+        self._hook(model)
+        kinds = ("_forward_hooks", "_forward_pre_hooks")
+        self._hooks = [(getattr(m, kind), dict(getattr(m, kind))) for m in model.modules() for kind in kinds]
+
+    def pause(self) -> None:
+        for present, own in self._hooks:
+            for key in own:
+                del present[key]
+
+    def resume(self) -> None:
+        for present, own in self._hooks:
+            present.update(own)
+
+    def _hook(self, model: nn.Module) -> None: ...
+
+
+class ModuleHooks(Hooking):
     name = "module hooks"
     about = "a forward hook on every module: `isnan().any()` of each output tensor, read by the host"
 
-    def attach(self, model: nn.Module) -> None:
+    def _hook(self, model: nn.Module) -> None:
         for module in model.modules():
             module.register_forward_hook(_raise_on_nan)
 
@@ -145,12 +184,12 @@ class Concatenated(Watch):
             raise RuntimeError("a gradient is not finite")
 
 
-class Overflow(Watch):
+class Overflow(Hooking):
     name = "transformers"
     about = "`transformers.debug_utils.DebugUnderflowOverflow(model)`"
     package = "transformers"
 
-    def attach(self, model: nn.Module) -> None:
+    def _hook(self, model: nn.Module) -> None:
         from transformers.debug_utils import DebugUnderflowOverflow
 
         self.debug = DebugUnderflowOverflow(model)

@@ -161,6 +161,9 @@ class Seconds(NamedTuple):
     cpu: float
 
 
+NOTHING = Watch()
+
+
 class Loop:
     """One training loop with one way to look for non-finite values.
 
@@ -174,14 +177,23 @@ class Loop:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         watch.start(self.model, self.optimizer)
 
-    def step(self, batch: Tensor) -> Seconds:
+    def step(self, batch: Tensor, watched: bool = True) -> Seconds:
+        """One step, with the watch or without it."""
+        watch = self.watch if watched else NOTHING
         wall, cpu = time.perf_counter(), time.thread_time()
-        for item in self.watch.batches([batch]):
-            self._train(item)
+        for item in watch.batches([batch]):
+            self._train(item, watch)
         return Seconds(time.perf_counter() - wall, time.thread_time() - cpu)
 
-    def _train(self, batch: Tensor) -> None:
-        watch = self.watch
+    def unwatched_step(self, batch: Tensor) -> Seconds:
+        """One step of the same model in the same memory with everything taken off."""
+        self.watch.pause()
+        try:
+            return self.step(batch, watched=False)
+        finally:
+            self.watch.resume()
+
+    def _train(self, batch: Tensor, watch: Watch) -> None:
         with watch.around():
             loss = self.model(batch).float().square().mean()
             watch.after_forward(loss)

@@ -221,6 +221,9 @@ class NanGuard:
         parts.backward.ran = False
 
     def _before_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._timed(self._enter_model, args, kwargs)
+
+    def _enter_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """2. The model is called: the first call looks at all state, before anything is changed."""
         parts = self._parts
         self._entered = True
@@ -334,7 +337,7 @@ class NanGuard:
             return True
         self._judged, self._has_verdict, self._error = set(), True, None
         try:
-            self._go_on = self._policy.go_on(severity_of_all, self._step)
+            self._go_on = self._timed(self._policy.go_on, severity_of_all, self._step)
         except NonFiniteError as error:
             self._error = _copy_of(error)
             raise
@@ -447,9 +450,7 @@ class NanGuard:
         parts.follow_compilation()
         self._hook_model()
         parts.arm()  # after the entry hook, which on a plain module has to run before the root's own
-        for optimizer in parts.optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(BeforeStepHook(self)))
-            self._handles.append(optimizer.register_step_post_hook(AfterStepHook(self)))
+        self._hook_optimizers()
         self._handles += testing.begin(self, parts)
         watch_exit(self)
         self._distress = (
@@ -457,6 +458,11 @@ class NanGuard:
             if parts.peers.world_size > 1
             else None
         )
+
+    def _hook_optimizers(self) -> None:
+        for optimizer in self._parts.optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(BeforeStepHook(self)))
+            self._handles.append(optimizer.register_step_post_hook(AfterStepHook(self)))
 
     def _hook_model(self) -> None:
         """Hooks around the whole model; the first of them runs before those of its modules."""

@@ -29,6 +29,7 @@ WARM_UP = 50
 MEASURED = 10
 """Steps that are timed before a decision."""
 PARTS_PER_MILLION = 1_000_000
+_CACHE_BYTES = 2**24
 
 
 @dataclass(frozen=True)
@@ -160,8 +161,13 @@ class Budget:
         self._forward.watch_only(level.layers, level.gradient_layers)
 
     def parts_per_million(self) -> int:
-        """The share to compare with the other ranks', at least 1 in a step in which a decision is due, else 0."""
+        """The share to compare with the other ranks', at least 1 in a step in which a decision is due, else 0.
+
+        To be called before each verdict: what is measured goes from there to the next.
+        """
         self._end_step()
+        if not self._is_settled and self._steps >= WARM_UP:
+            self._begin_step()
         if len(self._shares) < MEASURED:
             return 0
         return max(1, min(round(statistics.median(self._shares) * PARTS_PER_MILLION), 2**30))
@@ -177,15 +183,11 @@ class Budget:
 
     def next_step(self) -> None:
         """A verdict has fallen."""
-        if self._is_settled:
-            return
         self._steps += 1
-        if self._steps >= WARM_UP:
-            self._begin_step()
 
     def _begin_step(self) -> None:
         if self._hook_s is None:
-            self._hook_s = hook_cost_s()
+            self._hook_s = hook_cost_s(self._on_device)
         self._forward.board.meter = self._meter = Meter(self._hook_s, self._on_device)
         self._began = time.perf_counter()
 
@@ -205,6 +207,7 @@ class Budget:
             self.start_at(self.level_index + 1)
             return
         self._is_settled = True
+        self._forward.board.meter = self._meter = None
         if self.level_index or share > self.limit:
             self.note = self._text(share)
             _log.warning("%s", self.note)
@@ -217,17 +220,25 @@ class Budget:
         return f"{what}; {now}: the rest is the check itself; budget=None watches everything"
 
 
-def hook_cost_s(repeats: int = 200) -> float:
-    """Seconds that torch takes around one forward hook of a module; the least of three rounds."""
+def hook_cost_s(on_device: bool, repeats: int = 25) -> float:
+    """Seconds that torch takes around one forward hook of a module.
+
+    Args:
+        on_device: whether the model computes elsewhere; else its operators push the hook's code and data out of the
+            processor's cache, and that is measured too.
+        repeats: the median of so many calls is taken.
+    """
     bare, hooked = nn.Identity(), nn.Identity()
     hooked.register_forward_pre_hook(lambda module, args, kwargs: None, with_kwargs=True)
     hooked.register_forward_hook(lambda module, args, output: None, always_call=True)
-    value = torch.zeros(())
+    value, other = torch.zeros(()), torch.zeros(0 if on_device else _CACHE_BYTES // 4, device="cpu")
 
     def seconds(module: nn.Module) -> float:
+        other.add_(1)
         start = time.perf_counter()
-        for _ in range(repeats):
-            module(value)
-        return (time.perf_counter() - start) / repeats
+        module(value)
+        return time.perf_counter() - start
 
-    return max(0.0, min(seconds(hooked) for _ in range(3)) - min(seconds(bare) for _ in range(3))) / 2
+    with torch.no_grad():
+        pairs = [(seconds(hooked), seconds(bare)) for _ in range(repeats)]
+    return max(0.0, statistics.median(one - other for one, other in pairs)) / 2
