@@ -113,13 +113,13 @@ def unchecked(parts: Parts) -> list[str]:
     found = sorted(parts.forward.unchecked)
     if parts.forward.skipped:
         found.append(f"{_modules(parts.forward.skipped)} of skip_types: {_shown(parts.forward.skipped)}")
-    if parts.budget.level_index:
-        out = parts.forward.thinned_out()
+    out = parts.forward.thinned_out()
+    if out or parts.budget.level_index:
         what = _modules(out) if out else "the activation gradients of modules that hold no others"
-        found.append(
-            f"{what} left out to keep within the budget (watched: {parts.budget.level}); "
-            "replay --trace finds the operator"
+        level = parts.budget.level + (
+            ", in compiled code blocks" if parts.forward.thinned_out_of_compiled_code() else ""
         )
+        found.append(f"{what} left out to keep within the budget (watched: {level}); replay --trace finds the operator")
     if parts.window.micro_batches:
         silent = parts.forward.silent_modules()
         if silent:

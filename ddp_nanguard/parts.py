@@ -104,7 +104,8 @@ class Parts:
         found = compiled_modules(self.wrapper.model)
         if found != self.compiled:
             self.compiled = found
-            self.forward.trace(*found, self.device)
+            if {"forward", "backward"} & set(self.config.watch):
+                self.forward.trace(*found, self.budget.layers_in_compiled_code, self.device)
 
     def settle_regions(self) -> None:
         """What compiled code has left since the micro-batch began goes to the board."""

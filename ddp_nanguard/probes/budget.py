@@ -72,6 +72,17 @@ def levels_of(modules: list[tuple[str, nn.Module]]) -> list[Level]:
     return list(found.values())
 
 
+def layers_in_compiled_code(modules: list[tuple[str, nn.Module]]) -> frozenset[str]:
+    """What is watched inside compiled code under a budget: blocks, and modules that are in no block.
+
+    Compiled code keeps its hooks: thinned out later it would have to be compiled again. In there a probe is a pass of
+    its own over the data wherever the compiler cannot put it into a loop that it has anyway.
+    """
+    called = {name for name, m in modules if getattr(type(m), "forward", None) is not nn.Module.forward}
+    blocks = {name for name, module in modules if any(True for _ in module.children())}
+    return frozenset(name for name, _ in modules if name in blocks or not _callers(name, called))
+
+
 def _callers(name: str, called: set[str]) -> list[str]:
     """Modules around one that are called, the root left out: a list of modules is not."""
     parts = name.split(".")
@@ -148,6 +159,13 @@ class Budget:
         self._meter: Meter | None = None
         self._shares: list[float] = []
         self._first_share = 0.0
+
+    @property
+    def layers_in_compiled_code(self) -> frozenset[str]:
+        """Modules that are watched where they run inside compiled code."""
+        if self.limit is None:
+            return self._levels[0].layers
+        return layers_in_compiled_code(self._forward.modules)
 
     @property
     def level(self) -> str:

@@ -40,10 +40,10 @@ class RegionNote(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where a traced hook writes: values and gradients; float64, shape (2,) each."""
+    """Where a traced hook writes: values and gradients; float64, shape (2,) each. None where nobody asks."""
 
     values: Tensor
-    gradients: Tensor
+    gradients: Tensor | None
 
 
 class CompiledRegions:
@@ -52,12 +52,14 @@ class CompiledRegions:
     Args:
         layers: clean names of these modules.
         device: where they compute.
+        probes_gradients: whether gradients are looked at too.
 
     Memory: 64 bytes per module on the device.
     """
 
-    def __init__(self, layers: list[str], device: torch.device) -> None:
+    def __init__(self, layers: list[str], device: torch.device, probes_gradients: bool) -> None:
         self.layers = layers
+        self._probes_gradients = probes_gradients
         self._empty = torch.tensor([math.inf, -math.inf], dtype=torch.float64, device=device).repeat(len(layers), 4, 1)
         self._values = self._empty.clone()
         self._places = [[_own_storage(place) for place in row] for row in self._values]
@@ -66,12 +68,12 @@ class CompiledRegions:
     def before(self, layer: str) -> Places:
         """For the hook before a module."""
         taken, _, gradient, _ = self._places[self._index[layer]]
-        return Places(taken, gradient)
+        return Places(taken, gradient if self._probes_gradients else None)
 
     def after(self, layer: str) -> Places:
         """For the hook after a module."""
         _, given, _, gradient = self._places[self._index[layer]]
-        return Places(given, gradient)
+        return Places(given, gradient if self._probes_gradients else None)
 
     def move_to(self, board: Board, micro_batch: int) -> None:
         """The micro-batch has ended: its slots to the board, empty ones instead. Two kernels, no host read."""
@@ -117,7 +119,7 @@ def stick(places: Places, value: Any) -> None:
     if isinstance(value, Tensor):
         if value.dtype in _REDUCIBLE and value.numel() > 0 and not is_transformed():
             _stick(places.values, value)
-            if value.requires_grad and not value.is_leaf:
+            if places.gradients is not None and value.requires_grad and not value.is_leaf:
                 value.register_hook(_sticker(places.gradients))  # type: ignore[no-untyped-call]  # torch's own
     elif isinstance(value, (tuple, list)):
         for item in value:

@@ -52,6 +52,7 @@ class ForwardProbe:
         self._recomputation = Recomputation(backward)
         self.traced_layers: set[str] = set()
         self._traced: set[str] = set()
+        self._hooked_for_good: frozenset[str] = frozenset()
         self._lasting: list[RemovableHandle] = []
         self._handles: dict[str, tuple[RemovableHandle, RemovableHandle]] = {}
         self._stack: list[Call] = []
@@ -82,7 +83,9 @@ class ForwardProbe:
         for handle in self._handles.pop(name, ()):
             handle.remove()
 
-    def trace(self, inside: frozenset[str], edges: frozenset[str], device: torch.device) -> None:
+    def trace(
+        self, inside: frozenset[str], edges: frozenset[str], watched: Container[str], device: torch.device
+    ) -> None:
         """Modules that `torch.compile` has to do with; called again where more of them have been compiled meanwhile.
 
         Their hooks stay on, since compiled code goes by the identity of hooks and would be compiled anew; what is
@@ -91,16 +94,19 @@ class ForwardProbe:
         Args:
             inside: modules inside compiled code; see `probes.compiled`.
             edges: modules whose own call is compiled: their hooks run outside and are kept from being compiled alone.
+            watched: which of those inside carry hooks.
             device: of the model.
         """
         for handle in self._lasting:
             handle.remove()
         self._lasting, self._traced = [], set(inside | edges)
-        layers = [name for name, _ in self.modules if name in inside]
-        self.regions = CompiledRegions(layers, device) if layers else None
+        layers = [name for name, _ in self.modules if name in inside and name in watched]
+        self.regions = CompiledRegions(layers, device, not self.backward.is_closed) if layers else None
+        self._hooked_for_good = edges | set(layers)
         for name, module in self.modules:
-            if name in self._traced and not isinstance(module, torch.jit.ScriptModule):
+            if name in self._traced:
                 self._take_off(name)
+            if name in self._hooked_for_good and not isinstance(module, torch.jit.ScriptModule):
                 before, after = self._lasting_hooks(name, name in edges)
                 self._lasting.append(module.register_forward_pre_hook(before, with_kwargs=True))
                 self._lasting.append(module.register_forward_hook(after))  # always_call would break the graph
@@ -137,8 +143,13 @@ class ForwardProbe:
             self._take_off(name)
 
     def thinned_out(self) -> list[str]:
-        """Modules that carry no hooks because `watch_only` said so."""
+        """Modules that carry no hooks because `watch_only` or `trace` said so."""
         out = [name for name, _ in self.modules if name not in self._layers and name not in self._traced]
+        return [name for name in out if name in self.have_forward] + self.thinned_out_of_compiled_code()
+
+    def thinned_out_of_compiled_code(self) -> list[str]:
+        """Those of them that run in there."""
+        out = [name for name, _ in self.modules if name in self._traced and name not in self._hooked_for_good]
         return [name for name in out if name in self.have_forward]
 
     def begin_micro_batch(self, index: int) -> None:

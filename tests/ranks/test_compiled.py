@@ -153,7 +153,14 @@ def counted() -> dict[str, Any]:
     return {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
 
 
-def trained(rank: int, setup: str, guarded: bool, late: bool = False, plants: bool = True) -> Any:
+def trained(
+    rank: int,
+    setup: str,
+    guarded: bool,
+    late: bool = False,
+    plants: bool = True,
+    budget: float | None = None,
+) -> Any:
     """Weights, counts after the second and the last step, and what each fault was put down to."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -164,7 +171,7 @@ def trained(rank: int, setup: str, guarded: bool, late: bool = False, plants: bo
     else:
         model = (SETUPS if guarded else {**SETUPS, **EAGER})[setup](Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    guard = NanGuard(model, optimizer, dump_dir=None) if guarded else None
+    guard = NanGuard(model, optimizer, dump_dir=None, budget=budget) if guarded else None
     if late:
         by_block(net)
     counts, found = [], []
@@ -220,6 +227,24 @@ def test_every_layer_is_named_and_nothing_is_compiled_again(setup: str, late: bo
         assert same, "guarded and unguarded weights differ"
 
 
+def _within_budget(rank: int, world_size: int) -> Any:
+    return trained(rank, "compiled, then DDP", guarded=True, budget=0.02)
+
+
+def test_under_a_budget_the_block_is_named_and_what_is_left_out_is_said() -> None:
+    """Of each of the two blocks five modules hold no others; the head is in no block."""
+    for _, counts, found in run_ranks(_within_budget, timeout_s=60):
+        assert [entry[:5] for entry in found] == [
+            (step, 1, 1, EXPECTED[place][0], "blocks.1") for step, place in PLANTED.items()
+        ]
+        for *_, unchecked, _ in found:
+            assert unchecked == (
+                "10 modules left out to keep within the budget (watched: every module, in compiled code blocks); "
+                "replay --trace finds the operator",
+            )
+        assert counts[0] == counts[1], "something was compiled after the sixth step"
+
+
 def _compiled_before(rank: int, world_size: int) -> Any:
     logged: list[str] = []
     handler = logging.Handler()
@@ -230,7 +255,7 @@ def _compiled_before(rank: int, world_size: int) -> Any:
     model(values, flags).sum().backward()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     optimizer.zero_grad()
-    guard = NanGuard(model, optimizer, dump_dir=None)
+    guard = NanGuard(model, optimizer, dump_dir=None, budget=None)
     error: NonFiniteError | None = None
     for step in range(4):
         for values, flags in guard.steps([batch_of(rank, step, 1, plants=True)]):
