@@ -31,21 +31,27 @@ Made by these commands, on one machine, in this order:
 ```bash
 pip install -c constraints.txt -e '.[test,bench]'
 torchrun --nproc-per-node 2 benchmarks/overhead.py --counts --json counts.json
-torchrun --nproc-per-node 2 benchmarks/overhead.py --json overhead.json
-torchrun --nproc-per-node 2 benchmarks/overhead.py --compiled --json compiled.json
+torchrun --nproc-per-node 2 benchmarks/overhead.py --seconds 7 --json overhead.json
+torchrun --nproc-per-node 2 benchmarks/overhead.py --models resnet transformer --seconds 55 --rounds 400 \\
+    --columns "unguarded, again" "all phases" "all phases, budget=0.02" "all phases, deferred" --json longer.json
+torchrun --nproc-per-node 2 benchmarks/overhead.py --compiled --wrappers ddp --seconds 25 \\
+    --columns "unguarded, again" "all phases" "all phases, budget=0.02" --json compiled.json
 python benchmarks/profile_step.py --json profile.json
 python benchmarks/scale.py --json scale.json
 python benchmarks/dump.py --json dump.json
 python benchmarks/gpu.py --json gpu.json
-python benchmarks/report.py --counts counts.json --overhead overhead.json compiled.json --profile profile.json \\
-    --scale scale.json --dump dump.json --gpu gpu.json --write docs/cost.md
+python benchmarks/report.py --counts counts.json --overhead overhead.json longer.json compiled.json \\
+    --profile profile.json --scale scale.json --dump dump.json --gpu gpu.json --write docs/cost.md
 ```
 """
 
-READING = """Every column is a training loop of its own, from equal weights; in each round every one makes a step on the
-same batch, in rotating order, each behind a barrier. `ratio` is the median of column / unguarded over the rounds,
-`quartiles` are of the same ratios, `runs` the lowest and the highest median of a run. `cpu` is the ratio of the
-processor time of the training threads of both ranks. "unguarded, again" shows what noise alone makes of a ratio of one.
+READING = """Every column is a training loop of its own, from equal weights. In each round each makes two steps with
+its watch and two with all of it taken off, of the same model in the same memory and on the same batch, one kind around
+the other, each behind a barrier; which is outside alternates. `ratio` is the median over these pairs, `quartiles` are
+of the same ratios, `runs` the lowest and the highest median of a run. `cpu` is the ratio of the processor time of the
+training threads of both ranks. "unguarded, again" shows what noise alone makes of a ratio of one. What compiled code
+has taken up cannot be taken off: there the other steps are those of a second model. A column that was measured twice
+is shown with the larger number of pairs.
 """
 
 MODEL = """The host's part is fitted on the processor time of the points with no more ranks than cores, with the
@@ -107,9 +113,26 @@ def _overhead(files: list[dict[str, Any]]) -> list[str]:
     models = "\n".join(f"- {name}: {workload.about}" for name, workload in MODELS.items())
     abouts = "\n".join(f"- {name}: {about}" for name, about in files[0]["about"].items())
     parts += [f"{machine}, {files[0]['machine']['date']}.", READING, models, abouts]
-    cases = [case for file in files for case in file["cases"]]
+    cases = merged(files)
     parts += [f"![](plots/{path})" for path in _plot_names(cases)]
     return parts + [_case(case) for case in cases]
+
+
+def merged(files: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each case once; a column that is in several files is that with the most pairs."""
+    cases: dict[str, dict[str, Any]] = {}
+    for case in (case for file in files for case in file["cases"]):
+        known = cases.setdefault(case["case"], case)
+        if known is not case:
+            again = {column["column"]: column for column in case["columns"]}
+            columns = [_longer(column, again.get(column["column"], column)) for column in known["columns"]]
+            remarks = list(dict.fromkeys([*known["remarks"], *case["remarks"]]))
+            cases[case["case"]] = {**known, "columns": columns, "remarks": remarks}
+    return list(cases.values())
+
+
+def _longer(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    return other if other.get("pairs", 0) > one.get("pairs", 0) else one
 
 
 def _plot_names(cases: list[dict[str, Any]]) -> list[str]:
@@ -272,7 +295,7 @@ def main() -> None:
     )
     options.write.write_text(document(counts, overhead, profile, scale, dump, gpu))
     directory = options.write.parent / "plots"
-    plots.overhead([case for file in overhead for case in file["cases"]], directory)
+    plots.overhead(merged(overhead), directory)
     if scale is not None:
         plots.scale(scale, directory)
 

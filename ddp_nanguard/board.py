@@ -182,6 +182,7 @@ class Board:
         meter: times the probes in a step that is measured, see `probes.budget`.
         order: execution order of the last thing seen in the window.
         history: number of clean steps whose slots are kept.
+        num_kept: clean steps so far.
         resolve: makes readings like the others of those that compiled code left, see `probes.compiled`.
 
     Memory: 2 values per slot and step, on the device where the probed tensor lives.
@@ -193,6 +194,7 @@ class Board:
         self.meter: Meter | None = None
         self.order = 0
         self.history = history
+        self.num_kept = 0
         self._turn = 0
         self._past: dict[int, PastStep] = {}
         self._recalled: PastStep | None = None
@@ -256,6 +258,7 @@ class Board:
         """Move the slots of a clean step into the ring; one device copy per page, no host read."""
         self._past[self._turn] = PastStep(step, tuple(page.keep(self._turn) for page in self.pages()), self.resolve)
         self._turn = (self._turn + 1) % self.history
+        self.num_kept += 1
         self.order = 0
 
     def recall(self, step: int) -> None:

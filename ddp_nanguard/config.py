@@ -75,7 +75,8 @@ class GuardConfig:
     verdict: Literal["sync", "deferred"] = "sync"
     """``deferred``: a fused optimizer withholds a bad update by itself, and the host learns of it one step later."""
     budget: float | None = 0.02
-    """Share of a step that the probes may take: beyond it modules are watched less finely; None watches everything."""
+    """Share of a step that the probes may take: beyond it, and in compiled code, modules are watched less finely; None
+    watches everything."""
     first_step: int = 0
     """Number of the first step; a resumed run gives its global step."""
 

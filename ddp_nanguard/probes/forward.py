@@ -42,6 +42,7 @@ class ForwardProbe:
         self.on_idle: Callable[[], object] = _nothing
         self.calls: list[Call] = []
         self._past: deque[list[Call]] = deque()
+        self._num_kept = 0
         self.unchecked: set[str] = set()
         self.have_forward = {name for name, m in modules if getattr(type(m), "forward", None) is not nn.Module.forward}
         self.without_forward = {name for name, _ in modules} - self.have_forward
@@ -165,10 +166,12 @@ class ForwardProbe:
         self._stack = []
 
     def forget_window(self) -> None:
-        """Drop the record of the window; as long as its slots are kept it still hangs together."""
-        self._past.append(self.calls)
-        if len(self._past) > self.board.history + 1:
-            dissolve(self._past.popleft())
+        """Drop the record of the window; as long as its slots are in the ring it still hangs together."""
+        if self._num_kept != self.board.num_kept:  # by this window, or by that before it where verdicts are deferred
+            self._num_kept = self.board.num_kept
+            self._past.append(self.calls)
+            if len(self._past) > self.board.history + 1:
+                dissolve(self._past.popleft())
         self.calls = []
         self._recomputation.forget_window()
         self.begin_micro_batch(0)
