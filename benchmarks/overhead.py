@@ -39,11 +39,10 @@ from torch._dynamo.utils import counters  # noqa: E402
 
 from benchmarks import counts, limit  # noqa: E402
 from benchmarks.machine import load, machine  # noqa: E402
-from benchmarks.watches import GUARDS, PEERS, Control, Watch, hasten_budget, is_installed  # noqa: E402
+from benchmarks.watches import COLUMNS, GUARDS, PEERS, Control, Watch, hasten_budget, is_installed  # noqa: E402
 from benchmarks.workloads import MODELS, Case, Loop, Seconds  # noqa: E402
 
 GENEROUS = 3.0
-COLUMNS = [make().name for make in (Control, *GUARDS, *PEERS)]
 
 
 @dataclass

@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import cost_model, plots, profile_step  # noqa: E402  # after the path of this repository
 from benchmarks.limit import described as limit_described  # noqa: E402
 from benchmarks.machine import described as machine_described  # noqa: E402
+from benchmarks.watches import COLUMNS  # noqa: E402
 from benchmarks.workloads import MODELS  # noqa: E402
 
 INTRO = """# What it costs
@@ -31,16 +32,19 @@ Made by these commands, on one machine, in this order:
 ```bash
 pip install -c constraints.txt -e '.[test,bench]'
 torchrun --nproc-per-node 2 benchmarks/overhead.py --counts --json counts.json
-torchrun --nproc-per-node 2 benchmarks/overhead.py --seconds 7 --json overhead.json
 torchrun --nproc-per-node 2 benchmarks/overhead.py --models resnet transformer --seconds 55 --rounds 400 \\
-    --columns "unguarded, again" "all phases" "all phases, budget=0.02" "all phases, deferred" --json longer.json
+    --columns "unguarded, again" "all phases" "all phases, budget=0.02" "all phases, deferred" --json long.json
+torchrun --nproc-per-node 2 benchmarks/overhead.py --models mlp tiny500 --seconds 10 --json small.json
+torchrun --nproc-per-node 2 benchmarks/overhead.py --models resnet transformer --seconds 7 --warm-up 2 --columns \\
+    "loss, reduce" "loss, reduce, state, optimizer" "loss, backward, reduce" detect_anomaly "module hooks" \\
+    "gradients concatenated" transformers --json rest.json
 torchrun --nproc-per-node 2 benchmarks/overhead.py --compiled --wrappers ddp --seconds 25 \\
     --columns "unguarded, again" "all phases" "all phases, budget=0.02" --json compiled.json
 python benchmarks/profile_step.py --json profile.json
 python benchmarks/scale.py --json scale.json
 python benchmarks/dump.py --json dump.json
 python benchmarks/gpu.py --json gpu.json
-python benchmarks/report.py --counts counts.json --overhead overhead.json longer.json compiled.json \\
+python benchmarks/report.py --counts counts.json --overhead long.json small.json rest.json compiled.json \\
     --profile profile.json --scale scale.json --dump dump.json --gpu gpu.json --write docs/cost.md
 ```
 """
@@ -124,15 +128,12 @@ def merged(files: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for case in (case for file in files for case in file["cases"]):
         known = cases.setdefault(case["case"], case)
         if known is not case:
-            again = {column["column"]: column for column in case["columns"]}
-            columns = [_longer(column, again.get(column["column"], column)) for column in known["columns"]]
+            columns = sorted([*known["columns"], *case["columns"]], key=lambda column: column.get("pairs", 0))
+            longest = {column["column"]: column for column in columns}
             remarks = list(dict.fromkeys([*known["remarks"], *case["remarks"]]))
-            cases[case["case"]] = {**known, "columns": columns, "remarks": remarks}
+            ordered = [longest[name] for name in COLUMNS if name in longest]
+            cases[case["case"]] = {**known, "columns": ordered, "remarks": remarks}
     return list(cases.values())
-
-
-def _longer(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    return other if other.get("pairs", 0) > one.get("pairs", 0) else one
 
 
 def _plot_names(cases: list[dict[str, Any]]) -> list[str]:

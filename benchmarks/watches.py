@@ -196,6 +196,7 @@ class Overflow(Hooking):
 
 
 PEERS: tuple[Callable[[], Watch], ...] = (Anomaly, ModuleHooks, Concatenated, Overflow)
+COLUMNS = [make().name for make in (Control, *GUARDS, *PEERS)]
 
 
 def is_installed(watch: Watch) -> bool:

@@ -77,7 +77,10 @@ class GradientProbe:
         self._versions: dict[int, int] = {}
 
     def see_local(self, name: str, gradient: Tensor) -> None:
-        """Backward gave a rank-local gradient. Called in every micro-batch, before any communication."""
+        """Backward gave a rank-local gradient, before any communication; looked at now or a little later.
+
+        Called by hooks in every micro-batch; see [Note: waiting gradients].
+        """
         backward, board = self.backward, self.board
         if not (backward.is_entered and backward.ran):
             backward.enter()
