@@ -281,10 +281,7 @@ class Wrapper(ABC):
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         """The plain local tensor of a parameter, a gradient or an optimizer state tensor, without communication."""
         if isinstance(tensor, DTensor):
-            if not torch.is_grad_enabled():
-                return tensor.to_local()
-            with torch.no_grad():
-                return tensor.to_local()
+            tensor = tensor._local_tensor  # what `to_local` gives without grad mode, less a parameter made around it
         return tensor.detach() if tensor.requires_grad else tensor
 
     def pieces(
