@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from .scan import dense_parts, is_plain
+from .scan import dense_parts, in_memory_order, is_plain
 
 _FIRST_CAPACITY = 64
 _aminmax = torch.aminmax
@@ -216,7 +216,8 @@ class Board:
             self.order = order = self.order + 1
         if is_plain(tensor):
             page = self._pages.get((tensor.device, tensor.dtype)) or self._page(tensor)
-            page.reduce(tensor.detach() if tensor.requires_grad else tensor, order, region, note)
+            plain = tensor.detach() if tensor.requires_grad else tensor
+            page.reduce(plain if plain.is_contiguous() else in_memory_order(plain), order, region, note)
             return order
         parts = dense_parts(tensor)
         if parts is None:

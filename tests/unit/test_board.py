@@ -1,0 +1,66 @@
+"""Slots of the board, against the tensor's own minimum and maximum."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddp_nanguard.board import Board, Region
+from ddp_nanguard.scan import in_memory_order
+
+LAYOUTS = {
+    "contiguous": lambda t: t.contiguous(),
+    "channels last": lambda t: t.contiguous(memory_format=torch.channels_last),
+    "transposed": lambda t: t.contiguous().transpose(1, 3),
+    "every other": lambda t: torch.stack((t, t), -1)[..., 0],
+    "expanded": lambda t: t.contiguous()[:, :1].expand(-1, 5, -1, -1),
+    "flipped": lambda t: t.flip(3),
+    "a number": lambda t: t.contiguous()[1, 1, 1, 1],
+}
+
+
+def _tensor() -> Tensor:
+    return torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("bad", [None, float("nan"), float("inf"), -float("inf")])
+def test_a_slot_holds_minimum_and_maximum_whatever_the_layout(layout: str, bad: float | None) -> None:
+    tensor = _tensor()
+    if bad is not None:
+        tensor[1, 0, 1, 2] = tensor[1, 1, 1, 1] = bad
+    tensor = LAYOUTS[layout](tensor)
+    board = Board(history=2)
+    assert board.reduce(Region.EVIDENCE, tensor, "it") == 1
+    (reading,) = board.readings()
+    values = tensor.flatten().tolist()
+    if any(math.isnan(value) for value in values):
+        assert math.isnan(reading.minimum) and math.isnan(reading.maximum)
+    else:
+        assert (reading.minimum, reading.maximum) == (min(values), max(values))
+    assert reading.note == "it" and (bad is None or any(not math.isfinite(value) for value in values))
+
+
+@pytest.mark.parametrize("layout", ["channels last", "transposed"])
+def test_dense_tensors_are_read_in_the_order_of_memory(layout: str) -> None:
+    tensor = LAYOUTS[layout](_tensor())
+    ordered = in_memory_order(tensor)
+    assert not tensor.is_contiguous() and ordered.is_contiguous()
+    assert ordered.data_ptr() == tensor.data_ptr()
+
+
+def test_what_is_looked_at_later_keeps_its_order() -> None:
+    board = Board(history=2)
+    board.order = 3
+    board.reduce(Region.EVIDENCE, torch.ones(1), "later")
+    board.reduce(Region.GRADIENT, torch.ones(1, dtype=torch.float64), "earlier", order=2)
+    assert [reading.note for reading in board.readings()] == ["earlier", "later"]
+    board.keep(0)
+    (past,) = board.past()
+    assert [(reading.order, reading.region) for reading in past.readings()] == [
+        (2, Region.GRADIENT),
+        (4, Region.EVIDENCE),
+    ]
