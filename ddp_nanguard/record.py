@@ -227,6 +227,7 @@ def _evidence(parts: Parts, view: LocalView, report: FaultReport, moment: Moment
         "step": report.step,
         "sites": [ranked.site.to_dict() for ranked in view.sites[:MAX_SITES]],
         "budget_level": parts.budget.level_index,
+        "compiled": parts.forward.compiled_layers(),
         "habits": sorted(list(habit) for habit in view.habits),
         "reduced_in": sorted(moment.reduced_in),
         "hyper_parameters": {name: json_safe(float(value)) for name, value in parts.state.hyper_parameters()},

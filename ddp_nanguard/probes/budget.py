@@ -172,11 +172,17 @@ class Budget:
         """What is watched, in words."""
         return self._levels[self.level_index].text
 
-    def start_at(self, index: int) -> None:
-        """Watch as finely as a run did that is to be compared."""
+    def start_at(self, index: int, compiled: dict[str, list[str]] | None = None) -> None:
+        """Watch as finely as a run did that is to be compared.
+
+        Args:
+            index: of its level.
+            compiled: its `ForwardProbe.compiled_layers`, which its level did not reach.
+        """
         self.level_index = min(index, len(self._levels) - 1)
         level = self._levels[self.level_index]
-        self._forward.watch_only(level.layers, level.gradient_layers)
+        traced, watched = (frozenset((compiled or {}).get(name, ())) for name in ("traced", "watched"))
+        self._forward.watch_only(level.layers - traced | watched, level.gradient_layers - traced | watched)
 
     def parts_per_million(self) -> int:
         """The share to compare with the other ranks', at least 1 in a step in which a decision is due, else 0.

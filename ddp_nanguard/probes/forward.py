@@ -148,6 +148,10 @@ class ForwardProbe:
         out = [name for name, _ in self.modules if name not in self._layers and name not in self._traced]
         return [name for name in out if name in self.have_forward] + self.thinned_out_of_compiled_code()
 
+    def compiled_layers(self) -> dict[str, list[str]]:
+        """Modules that compiled code has to do with, and those of them that carry hooks; for a dump."""
+        return {"traced": sorted(self._traced), "watched": sorted(self._hooked_for_good)}
+
     def thinned_out_of_compiled_code(self) -> list[str]:
         """Those of them that run in there."""
         out = [name for name, _ in self.modules if name in self._traced and name not in self._hooked_for_good]

@@ -64,7 +64,8 @@ def rerun(rebuilt: Rebuilt, micro_batches: list[MicroBatch], alone: bool) -> Rer
             **options,
         )
     guard._policy.is_quiet = True
-    guard._parts.budget.start_at(rebuilt.dump.evidence(rebuilt.rank).get("budget_level", 0))
+    evidence = rebuilt.dump.evidence(rebuilt.rank)
+    guard._parts.budget.start_at(evidence.get("budget_level", 0), evidence.get("compiled"))
     planted = testing.replant(guard, guard._parts, rebuilt.dump.evidence(rebuilt.rank).get("injected", []))
     guard._parts.known_habits = frozenset(tuple(h) for h in rebuilt.dump.evidence(rebuilt.rank)["habits"])
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_nanguard import NanGuard, NonFiniteError
+from ddp_nanguard import NanGuard, NonFiniteError, Recipe
 from tests.ranks import run_ranks
+from tests.replaying import replay_alone
 
 WIDTH, ACCUMULATION, STEPS = 8, 3, 17
 GATE, CODE, STEEP, STEEP_CODE = range(4)
@@ -243,6 +245,44 @@ def test_under_a_budget_the_block_is_named_and_what_is_left_out_is_said() -> Non
                 "replay --trace finds the operator",
             )
         assert counts[0] == counts[1], "something was compiled after the sixth step"
+
+
+def step_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return model(*batch).pow(2).mean()
+
+
+def recipe() -> Any:
+    return Recipe(model=Net(), step=step_of)
+
+
+def _dumped(rank: int, world_size: int, dump_dir: str) -> Any:
+    """Dumps of a step that goes bad in one layer, with everything watched and within the budget."""
+    found = []
+    for budget in (None, 0.02):
+        torch.manual_seed(0)
+        model = in_place(Net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        guard = NanGuard(model, optimizer, dump_dir=dump_dir, budget=budget, replay=f"{__name__}:recipe")
+        for step in (2, 3):
+            for batch in guard.steps([batch_of(1, step, 1, plants=True)]):
+                loss = step_of(model, batch)
+                guard.watch(loss=loss)
+                loss.backward()
+            try:
+                optimizer.step()
+            except NonFiniteError as error:
+                origin = error.report.origin
+                found.append((str(error.report.dump_path), origin and origin.layer))
+            optimizer.zero_grad()
+        guard.close()
+    return found
+
+
+def test_a_compiled_step_replays_the_same_as_finely_as_it_was_watched(tmp_path: Path) -> None:
+    ((fine, coarse),) = run_ranks(_dumped, 1, dump_dir=str(tmp_path), timeout_s=60)
+    assert (fine[1], coarse[1]) == ("blocks.1.gate", "blocks.1")
+    for replayed in replay_alone([fine[0], coarse[0]]):
+        assert replayed.code == 0, replayed.output
 
 
 def _compiled_before(rank: int, world_size: int) -> Any:
