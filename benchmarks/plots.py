@@ -15,6 +15,8 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from benchmarks.watches import COLUMNS
+
 GUARD, PEER, LIGHT = "#1f6feb", "#57606a", "#d0d7de"
 GOAL = 1.02
 
@@ -33,7 +35,8 @@ def overhead(cases: list[dict[str, Any]], directory: Path) -> list[Path]:
 
 def _overhead(cases: list[dict[str, Any]]) -> Figure:
     figure, panels = pyplot.subplots(1, len(cases), figsize=(2.2 + 2.6 * len(cases), 4.4), sharey=True, squeeze=False)
-    names = [column["column"] for column in cases[0]["columns"]]
+    present = {column["column"] for case in cases for column in case["columns"]}
+    names = [name for name in COLUMNS if name in present]
     for panel, case in zip(panels[0], cases, strict=True):
         _panel(panel, case, names)
     panels[0][0].set_yticks(range(len(names)), names)

@@ -35,13 +35,13 @@ torchrun --nproc-per-node 2 benchmarks/overhead.py --counts --json counts.json
 torchrun --nproc-per-node 2 benchmarks/overhead.py --models resnet transformer --seconds 55 --rounds 400 \\
     --columns "unguarded, again" "all phases" "all phases, budget=0.02" "all phases, deferred" --json long.json
 torchrun --nproc-per-node 2 benchmarks/overhead.py --models mlp tiny500 --seconds 10 --json small.json
-torchrun --nproc-per-node 2 benchmarks/overhead.py --models resnet transformer --seconds 7 --warm-up 2 --columns \\
-    "loss, reduce" "loss, reduce, state, optimizer" "loss, backward, reduce" detect_anomaly "module hooks" \\
-    "gradients concatenated" transformers --json rest.json
+torchrun --nproc-per-node 2 benchmarks/overhead.py --models resnet transformer --wrappers ddp --seconds 4 \\
+    --warm-up 2 --columns "loss, reduce" "loss, reduce, state, optimizer" "loss, backward, reduce" detect_anomaly \\
+    "module hooks" "gradients concatenated" transformers --json rest.json
 torchrun --nproc-per-node 2 benchmarks/overhead.py --compiled --wrappers ddp --seconds 25 \\
     --columns "unguarded, again" "all phases" "all phases, budget=0.02" --json compiled.json
 python benchmarks/profile_step.py --json profile.json
-python benchmarks/scale.py --json scale.json
+python benchmarks/scale.py --max-ranks 8 --json scale.json
 python benchmarks/dump.py --json dump.json
 python benchmarks/gpu.py --json gpu.json
 python benchmarks/report.py --counts counts.json --overhead long.json small.json rest.json compiled.json \\
