@@ -116,10 +116,10 @@ def unchecked(parts: Parts) -> list[str]:
     out = parts.forward.thinned_out()
     if out or parts.budget.level_index:
         what = _modules(out) if out else "the activation gradients of modules that hold no others"
-        level = parts.budget.level + (
-            ", in compiled code blocks" if parts.forward.thinned_out_of_compiled_code() else ""
+        found.append(
+            f"{what} left out to keep within the budget (watched: {parts.budget.level}); "
+            "replay --trace finds the operator"
         )
-        found.append(f"{what} left out to keep within the budget (watched: {level}); replay --trace finds the operator")
     if parts.window.micro_batches:
         silent = parts.forward.silent_modules()
         if silent:

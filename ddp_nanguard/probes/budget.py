@@ -170,7 +170,8 @@ class Budget:
     @property
     def level(self) -> str:
         """What is watched, in words."""
-        return self._levels[self.level_index].text
+        has_less = bool(self._forward.thinned_out_of_compiled_code())
+        return self._levels[self.level_index].text + (", in compiled code blocks" if has_less else "")
 
     def start_at(self, index: int, compiled: dict[str, list[str]] | None = None) -> None:
         """Watch as finely as a run did that is to be compared.
