@@ -53,7 +53,7 @@ def levels_of(modules: list[tuple[str, nn.Module]]) -> list[Level]:
     Gradients of activations go first: those of parameters, which are always looked at, tell the layer too.
     """
     every = frozenset(name for name, _ in modules)
-    called = {name for name, m in modules if getattr(type(m), "forward", None) is not nn.Module.forward}
+    called = _called(modules)
     blocks = frozenset(name for name, module in modules if name == "" or any(True for _ in module.children()))
     outer = frozenset(name for name in blocks if name == "" or not _callers(name, called))
     root = frozenset({""})
@@ -78,9 +78,14 @@ def layers_in_compiled_code(modules: list[tuple[str, nn.Module]]) -> frozenset[s
     Compiled code keeps its hooks: thinned out later it would have to be compiled again. In there a probe is a pass of
     its own over the data wherever the compiler cannot put it into a loop that it has anyway.
     """
-    called = {name for name, m in modules if getattr(type(m), "forward", None) is not nn.Module.forward}
+    called = _called(modules)
     blocks = {name for name, module in modules if any(True for _ in module.children())}
     return frozenset(name for name, _ in modules if name in blocks or not _callers(name, called))
+
+
+def _called(modules: list[tuple[str, nn.Module]]) -> set[str]:
+    """Modules that have a forward; lists of modules have none."""
+    return {name for name, module in modules if getattr(type(module), "forward", None) is not nn.Module.forward}
 
 
 def _callers(name: str, called: set[str]) -> list[str]:
