@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.watches import ALL, EVERYTHING, Guard, Watch
 from benchmarks.workloads import Case, Loop
-from ddp_nanguard.board import Board
+from ddp_nanguard.probes.slots import SlotBuffer
 from tests.counting import Counts, counting
 
 CASES = (
@@ -130,19 +130,19 @@ class _Operators(TorchDispatchMode):
 def _kernels() -> Iterator[list[int]]:
     """Of each probe that looked at anything."""
     found: list[int] = []
-    original = Board.reduce
+    original = SlotBuffer.reduce
 
-    def reduce(board: Board, *args: Any, **kwargs: Any) -> Any:
+    def reduce(slots: SlotBuffer, *args: Any, **kwargs: Any) -> Any:
         with _Operators() as operators:
-            order = original(board, *args, **kwargs)
+            order = original(slots, *args, **kwargs)
         found.append(operators.num_kernels)
         return order
 
-    Board.reduce = reduce  # type: ignore[method-assign]
+    SlotBuffer.reduce = reduce  # type: ignore[method-assign]
     try:
         yield found
     finally:
-        Board.reduce = original  # type: ignore[method-assign]
+        SlotBuffer.reduce = original  # type: ignore[method-assign]
 
 
 def require_cheap(found: Found) -> None:

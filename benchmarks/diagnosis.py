@@ -138,15 +138,15 @@ def local(model: nn.Module) -> list[torch.Tensor]:
 
 def explain(rank: int, world_size: int, module: str, name: str, dump: str) -> dict[str, Any]:
     """Body of a process alone: the replay of the culprit, its trace and the reason, as the command line gives it."""
-    from ddp_nanguard.report.outcome_text import outcome_text
-    from ddp_nanguard.report.trace_text import diagnosis_text
+    from ddp_nanguard.cli.outcome_text import outcome_text
+    from ddp_nanguard.cli.trace_text import diagnosis_text
 
     found = diagnosed_dump(importlib.import_module(module).CASES[name], dump)
-    birth = found.traced.birth if found.traced is not None else None
-    line = birth.line if birth is not None else None
+    first_nonfinite_op = found.traced.first_nonfinite_op if found.traced is not None else None
+    line = first_nonfinite_op.line if first_nonfinite_op is not None else None
     replay = outcome_text(found.outcome) + "\n" if found.outcome is not None else ""
     return {
-        "operator": birth.operator if birth is not None else "",
+        "operator": first_nonfinite_op.operator if first_nonfinite_op is not None else "",
         "line": [line.file, line.number] if line is not None else None,
         "kind": found.reason.kind,
         "outcome": str(found.outcome.outcome) if found.outcome is not None else found.obstacle,
@@ -201,8 +201,8 @@ def _explained(module: str, name: str, alarms: dict[int, Stop]) -> dict[str, Any
 
 def preload() -> None:
     """What every process would otherwise import by itself."""
-    rank_processes.PRELOAD += [*MODULES, "benchmarks.diagnosis", "ddp_nanguard.replay.diagnosis"]
-    rank_processes.PRELOAD += ["ddp_nanguard.replay.session", "ddp_nanguard.report.trace_text"]
+    rank_processes.PRELOAD += [*MODULES, "benchmarks.diagnosis", "ddp_nanguard.diagnosis.diagnose"]
+    rank_processes.PRELOAD += ["ddp_nanguard.replay.session", "ddp_nanguard.cli.trace_text"]
     rank_processes.PRELOAD += ["transformers.debug_utils", "sherlorch", "stabilityguard"]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["PYTHONHASHSEED"] = "0"  # stabilityguard points at whatever a set gives last

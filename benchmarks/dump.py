@@ -32,7 +32,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_nanguard import NanGuard, NonFiniteError, Recipe, policy
+from ddp_nanguard import NanGuard, NonFiniteError, Recipe
+from ddp_nanguard.fault import policy
 from ddp_nanguard.replay.rebuild import rebuild
 from ddp_nanguard.replay.session import open_session
 

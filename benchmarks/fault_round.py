@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_nanguard import NanGuard, NonFiniteError
-from ddp_nanguard.site import MAX_SITES
+from ddp_nanguard.report.types import MAX_SITES
 from tests.counting import counting
 from tests.rank_processes import run_ranks
 

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from benchmarks.watches import ALL, EVERYTHING, Guard
 from benchmarks.workloads import Case, Loop
-from ddp_nanguard.board import Board
-from ddp_nanguard.scan import dense_parts
+from ddp_nanguard.probes.slots import SlotBuffer
+from ddp_nanguard.tensors.minmax import dense_parts
 
 
 class Stopwatch:
-    """Stands in for `Board.reduce` while it is entered.
+    """Stands in for `SlotBuffer.reduce` while it is entered.
 
     Attributes:
         probes, sums: seconds of the step under way.
@@ -29,22 +29,22 @@ class Stopwatch:
     """
 
     def __enter__(self) -> Stopwatch:
-        self._reduce = reduce = Board.reduce
+        self._reduce = reduce = SlotBuffer.reduce
         self.begin(False)
 
-        def timed(board: Board, region: Any, tensor: Tensor, note: Any, order: int | None = None) -> int | None:
+        def timed(slots: SlotBuffer, role: Any, tensor: Tensor, note: Any, order: int | None = None) -> int | None:
             parts = dense_parts(tensor) or []
             self.num_probes += len(parts)
             self.size_bytes += sum(part.numel() * part.element_size() for part in parts)
             if self.is_summing:
                 self._sum(parts)
-                return reduce(board, region, tensor, note, order)
+                return reduce(slots, role, tensor, note, order)
             start = time.perf_counter()
-            found = reduce(board, region, tensor, note, order)
+            found = reduce(slots, role, tensor, note, order)
             self.probes += time.perf_counter() - start
             return found
 
-        Board.reduce = timed  # type: ignore[method-assign]
+        SlotBuffer.reduce = timed  # type: ignore[method-assign]
         return self
 
     def begin(self, is_summing: bool) -> None:
@@ -60,7 +60,7 @@ class Stopwatch:
         self.sums += time.perf_counter() - start
 
     def __exit__(self, *_: object) -> None:
-        Board.reduce = self._reduce  # type: ignore[method-assign]
+        SlotBuffer.reduce = self._reduce  # type: ignore[method-assign]
 
 
 def distance(case: Case, num_pairs: int = 15, warm_up: int = 3) -> dict[str, Any]:

@@ -29,14 +29,14 @@ import torch.distributed as dist  # noqa: E402
 
 from benchmarks.watches import EVERYTHING, Guard, Watch  # noqa: E402
 from benchmarks.workloads import MODELS, Case, Loop  # noqa: E402
-from ddp_nanguard import loop  # noqa: E402
-from ddp_nanguard.board import Board  # noqa: E402
+from ddp_nanguard.distributed.group import RankGroup  # noqa: E402
+from ddp_nanguard.fault.policy import FaultPolicy  # noqa: E402
 from ddp_nanguard.guard import NanGuard  # noqa: E402
-from ddp_nanguard.policy import FaultPolicy  # noqa: E402
+from ddp_nanguard.hooks import loop  # noqa: E402
 from ddp_nanguard.probes import backward, forward  # noqa: E402
 from ddp_nanguard.probes.gradient import GradientProbe  # noqa: E402
-from ddp_nanguard.severity import Severities  # noqa: E402
-from ddp_nanguard.verdict import Peers  # noqa: E402
+from ddp_nanguard.probes.severity import SeverityReducer  # noqa: E402
+from ddp_nanguard.probes.slots import SlotBuffer  # noqa: E402
 from ddp_nanguard.wrappers import base  # noqa: E402
 
 STEPS, WARM_UP = 30, 8
@@ -51,11 +51,11 @@ TIMED: list[tuple[str, Any, str]] = [
     ("gradients of parameters, local", GradientProbe, "see_waiting"),
     ("end of backward, reduced gradients", backward.BackwardProbe, "_second_callback"),
     ("verdict, all of it", loop.BeforeStepHook, "__call__"),
-    ("  severity on the device", Severities, "severity"),
-    ("  the collective", Peers, "ask"),
+    ("  severity on the device", SeverityReducer, "severity"),
+    ("  the collective", RankGroup, "ask"),
     ("  slots to the ring", FaultPolicy, "go_on"),
     ("updated weights", loop.AfterStepHook, "__call__"),
-    ("  of all: reductions", Board, "reduce"),
+    ("  of all: reductions", SlotBuffer, "reduce"),
 ]
 
 

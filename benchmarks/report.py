@@ -147,9 +147,9 @@ def merged(files: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if known is not case:
             columns = sorted([*known["columns"], *case["columns"]], key=lambda column: column.get("pairs", 0))
             longest = {column["column"]: column for column in columns}
-            remarks = list(dict.fromkeys([*known["remarks"], *case["remarks"]]))
+            warn_role = list(dict.fromkeys([*known["remarks"], *case["remarks"]]))
             ordered = [longest[name] for name in COLUMNS if name in longest]
-            cases[case["case"]] = {**known, "columns": ordered, "remarks": remarks}
+            cases[case["case"]] = {**known, "columns": ordered, "remarks": warn_role}
     return list(cases.values())
 
 

@@ -16,8 +16,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ddp_nanguard.replay.modules import ModuleStack
-from ddp_nanguard.replay.trace import Trace
+from ddp_nanguard.diagnosis.trace.module_stack import ModuleStack
+from ddp_nanguard.diagnosis.trace.trace import Trace
 
 WIDTH, TOKENS, BATCH, BLOCKS, REPEATS = 256, 128, 8, 4, 7
 

@@ -88,15 +88,15 @@ class Guard(Watch):
         for handle in (*guard._handles, *guard._around):
             handle.remove()
         guard._handles, guard._around = [], []
-        guard._parts.disarm()
+        guard._context.remove_hooks()
 
     def resume(self) -> None:
         self.guard._hook_model()
-        self.guard._parts.arm()
+        self.guard._context.install_hooks()
         self.guard._hook_optimizers()
 
     def level(self) -> str:
-        return self.guard._parts.budget.level if self.options.get("budget") else ""
+        return self.guard._context.budget.level if self.options.get("budget") else ""
 
     def close(self) -> None:
         self.guard.close()

@@ -9,6 +9,6 @@ from .config import GuardConfig
 from .errors import DumpError, NonFiniteError
 from .guard import NanGuard
 from .replay.recipe import Recipe
-from .site import FaultReport, Phase, Site
+from .report.types import FaultReport, Phase, Site
 
 __all__ = ["DumpError", "FaultReport", "GuardConfig", "NanGuard", "NonFiniteError", "Phase", "Recipe", "Site"]

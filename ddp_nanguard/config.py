@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
-from .site import Phase
+from .report.types import Phase
 
 ENV_PREFIX = "NANGUARD_"
 

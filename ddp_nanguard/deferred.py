@@ -19,12 +19,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .parts import Parts
-from .policy import FaultPolicy
-from .probes.calls import Call
-from .severity import Severity
-from .verdict import Answer
-from .window import Window
+from .capture.window import AccumulationWindow
+from .context import GuardContext
+from .distributed.verdict import Verdict
+from .fault.policy import FaultPolicy
+from .probes.calls import ModuleCall
+from .probes.severity import Severity
 
 _NEVER = 1 << 30
 
@@ -34,34 +34,34 @@ class Pending:
     """A step whose verdict the host has not read yet, and what it will need if that is not clean."""
 
     step: int
-    answer: Answer
-    window: Window
+    verdict: Verdict
+    window: AccumulationWindow
     reduced_in: set[int]
-    calls: list[Call]
+    calls: list[ModuleCall]
     hyper_parameters: list[tuple[str, float | Tensor]]
 
 
-class Deferral:
+class DeferredVerdict:
     """Hands verdicts to optimizers and learns of them one step later.
 
     Args:
-        parts: of the guard.
+        context: of the guard.
 
     Host sync: one read per step of a value that has long arrived.
     """
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(self, context: GuardContext) -> None:
+        self._context = context
         self._pending: Pending | None = None
-        self._spare = parts.window.twin()
+        self._spare = context.window.empty_like_this()
         self._flag: Tensor | None = None
         self._handed: dict[int, Tensor | None] = {}
         self._updated: dict[int, set[int]] = {}
-        self._blocks_from = _blocks_from(parts)
+        self._blocks_from = _blocks_from(context)
 
     # -- one step, in order ------------------------------------------------------------------------------------------
 
-    def learn(self, policy: FaultPolicy) -> None:
+    def resolve_previous(self, policy: FaultPolicy) -> None:
         """What became of the step before.
 
         Raises:
@@ -71,48 +71,48 @@ class Deferral:
         if pending is None:
             return
         try:
-            severity, _, share = pending.answer.read()
-            self._parts.budget.heard(share)
+            severity, _, share = pending.verdict.read()
+            self._context.budget.heard(share)
             if severity is Severity.CLEAN:
-                policy.note_clean()
+                policy.on_clean_step()
             else:
                 with self._as_it_was(pending):
-                    policy.go_on(severity, pending.step)
-                self._parts.window.heal_copies(pending.window)
+                    policy.act_on(severity, pending.step)
+                self._context.window.repair_buffer_copies(pending.window)
         finally:
             pending.window.clear()
 
-    def can_wait(self) -> bool:
+    def can_defer(self) -> bool:
         """Whether each parameter that is trained has been updated, and has the state that its update reads.
 
         The first half goes by what is trained, the same on every rank: one that holds no part of any parameter would
         else be the only one not to read its first verdict.
         """
-        optimizers = self._parts.optimizers
+        optimizers = self._context.optimizers
         return all(_trained(each) <= self._updated.get(id(each), set()) and _has_state(each) for each in optimizers)
 
-    def put_off(self, step: int, answer: Answer) -> None:
+    def defer(self, step: int, verdict: Verdict) -> None:
         """Keep the step until its verdict is known; the window is a new one. Host sync: none."""
-        parts = self._parts
-        self._flag = answer.at_least(self._blocks_from)
-        parts.board.keep(step)
-        if parts.scaler is not None:
-            parts.scaler.remember()
-        numbers = [(name, _kept(value)) for name, value in parts.state.hyper_parameters()]
-        self._pending = Pending(step, answer, parts.window, parts.reduced_in, parts.forward.calls, numbers)
+        context = self._context
+        self._flag = verdict.as_found_inf(self._blocks_from)
+        context.slots.push_history(step)
+        if context.scaler is not None:
+            context.scaler.remember()
+        numbers = [(name, _kept(value)) for name, value in context.state.hyper_parameters()]
+        self._pending = Pending(step, verdict, context.window, context.reduced_in, context.forward.calls, numbers)
         self._spare.clear()  # after a raise it holds the step that was told of
-        parts.window, self._spare = self._spare, parts.window
+        context.window, self._spare = self._spare, context.window
 
-    def hand_over(self, optimizer: torch.optim.Optimizer) -> None:
+    def set_found_inf(self, optimizer: torch.optim.Optimizer) -> None:
         """The larger of the verdict and of what a scaler has put there becomes the optimizer's ``found_inf``."""
         if self._flag is None:
             return
         theirs: Tensor | None = getattr(optimizer, "found_inf", None)
-        flag = self._flag.to(self._parts.device)
+        flag = self._flag.to(self._context.device)
         self._handed[id(optimizer)] = theirs
         optimizer.found_inf = flag if theirs is None else torch.maximum(theirs, flag)  # type: ignore[attr-defined]
 
-    def take_back(self, optimizer: torch.optim.Optimizer, went_on: bool) -> None:
+    def restore_found_inf(self, optimizer: torch.optim.Optimizer, went_on: bool) -> None:
         """The optimizer has stepped: ``found_inf`` as it was.
 
         Args:
@@ -129,43 +129,43 @@ class Deferral:
         else:
             optimizer.found_inf = theirs  # type: ignore[attr-defined]
 
-    def judged_at_once(self) -> None:
+    def resolved_now(self) -> None:
         """This step's verdict is known to the host: the device need not withhold anything."""
         self._flag = None
 
     @contextlib.contextmanager
-    def unheard_fault(self) -> Iterator[int | None]:
+    def unresolved_fault(self) -> Iterator[int | None]:
         """For a rank that ends before it learns of the step before: that step, put in place, if it was bad.
 
         Host sync: one read; only where a process ends.
         """
         pending = self._pending
-        if pending is None or not self._was_withheld(pending):
+        if pending is None or not self._withheld_update(pending):
             yield None
             return
         self._pending = None
         with self._as_it_was(pending):
             yield pending.step
 
-    def _was_withheld(self, pending: Pending) -> bool:
+    def _withheld_update(self, pending: Pending) -> bool:
         try:
-            return pending.answer.read()[0] >= self._blocks_from
+            return pending.verdict.read()[0] >= self._blocks_from
         except RuntimeError:
             return False  # the device answers no more
 
     @contextlib.contextmanager
     def _as_it_was(self, pending: Pending) -> Iterator[None]:
-        parts = self._parts
-        present = (parts.window, parts.reduced_in, parts.forward.calls)
-        parts.window, parts.reduced_in, parts.forward.calls = pending.window, pending.reduced_in, pending.calls
-        parts.is_late, parts.late_hyper_parameters = True, pending.hyper_parameters
-        parts.board.recall(pending.step)
+        context = self._context
+        present = (context.window, context.reduced_in, context.forward.calls)
+        context.window, context.reduced_in, context.forward.calls = pending.window, pending.reduced_in, pending.calls
+        context.is_late, context.late_hyper_parameters = True, pending.hyper_parameters
+        context.slots.restore_step(pending.step)
         try:
             yield
         finally:
-            parts.board.forget_recalled()
-            parts.is_late, parts.late_hyper_parameters = False, []
-            parts.window, parts.reduced_in, parts.forward.calls = present
+            context.slots.release_step()
+            context.is_late, context.late_hyper_parameters = False, []
+            context.window, context.reduced_in, context.forward.calls = present
 
 
 def _kept(value: float | Tensor) -> float | Tensor:
@@ -188,7 +188,7 @@ def _has_state(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def _blocks_from(parts: Parts) -> int:
-    if parts.config.on_fault == "warn":
+def _blocks_from(context: GuardContext) -> int:
+    if context.config.on_fault == "warn":
         return _NEVER
-    return int(Severity.FAULT if parts.config.on_loss == "warn" else Severity.LOSS)
+    return int(Severity.FAULT if context.config.on_loss == "warn" else Severity.LOSS)

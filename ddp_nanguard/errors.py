@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .site import FaultReport
+    from .report.types import FaultReport
 
 
 class NonFiniteError(RuntimeError):
@@ -26,22 +26,22 @@ class NonFiniteError(RuntimeError):
     Attributes:
         report: what was seen, as plain data. It survives pickling.
         exit_code: of the worker, if nobody catches the error.
-        meet: waits for the peers, who may still write their dumps; does nothing in an unpickled error.
+        barrier: waits for the peers, who may still write their dumps; does nothing in an unpickled error.
     """
 
     def __init__(
-        self, message: str, report: FaultReport, exit_code: int = 65, meet: Callable[[], object] | None = None
+        self, message: str, report: FaultReport, exit_code: int = 65, barrier: Callable[[], object] | None = None
     ) -> None:
         super().__init__(message)
         self.report = report
         self.exit_code = exit_code
-        self.meet = meet if meet is not None else _meet_nobody
+        self.barrier = barrier if barrier is not None else _no_peers
 
     def __reduce__(self) -> tuple[type[NonFiniteError], tuple[str, FaultReport, int]]:
         return type(self), (self.args[0], self.report, self.exit_code)
 
 
-def _meet_nobody() -> None:
+def _no_peers() -> None:
     return None
 
 

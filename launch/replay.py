@@ -6,7 +6,7 @@ Usage, on the machine or the nodes where the dump lies:
 
 Every rank takes its own window and random state; rank 0 prints the outcome as one JSON line, and with ``--trace`` the
 trace of the rank where the value was made. The same as
-``torchrun --nproc-per-node N -m ddp_nanguard.replay.run DUMP``. The culprit alone, without torchrun:
+``torchrun --nproc-per-node N -m ddp_nanguard.cli.replay_ranks DUMP``. The culprit alone, without torchrun:
 ``ddp-nanguard replay DUMP``.
 """
 
@@ -15,4 +15,4 @@ from __future__ import annotations
 import runpy
 
 if __name__ == "__main__":
-    runpy.run_module("ddp_nanguard.replay.run", run_name="__main__", alter_sys=True)
+    runpy.run_module("ddp_nanguard.cli.replay_ranks", run_name="__main__", alter_sys=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_nanguard import NanGuard, NonFiniteError, Recipe
-from ddp_nanguard.replay.diagnosis import Diagnosis, diagnose
+from ddp_nanguard.diagnosis.diagnose import Diagnosis, diagnose
 from ddp_nanguard.replay.session import Session, open_session
 
 RECIPE = f"{__name__}:recipe"
@@ -122,17 +122,17 @@ def marked(module: ModuleType, name: str) -> int:
 class Body(nn.Module):
     """Two layers with a function of the test's between them."""
 
-    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, inline_code: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
-        self.between = between
+        self.inline_code = inline_code
 
     def forward(self, values: Tensor) -> Tensor:
-        return self.b(self.between(self.a(values)))  # type: ignore[no-any-return]  # modules return Any
+        return self.b(self.inline_code(self.a(values)))  # type: ignore[no-any-return]  # modules return Any
 
 
-def body(between: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
-    return lambda: Body(between)
+def body(inline_code: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
+    return lambda: Body(inline_code)
 
 
 def square(model: Any, batch: Any) -> Tensor:
@@ -145,7 +145,7 @@ def batch(**more: Any) -> dict[str, Any]:
         return {"x": torch.randn(N, WIDTH), **more}
 
 
-def between(function: Callable[[Tensor], Tensor], **more: Any) -> Job:
+def inline_code(function: Callable[[Tensor], Tensor], **more: Any) -> Job:
     return Job(body(function), square, [batch()], **more)
 
 

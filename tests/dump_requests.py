@@ -9,12 +9,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ddp_nanguard.capture.rng import capture
+from ddp_nanguard.capture.window import MicroBatch
 from ddp_nanguard.config import GuardConfig
 from ddp_nanguard.dump import DumpRequest
-from ddp_nanguard.pieces import Piece
-from ddp_nanguard.rng import capture
-from ddp_nanguard.site import Evidence, FaultReport, Phase, Site
-from ddp_nanguard.window import MicroBatch
+from ddp_nanguard.report.types import Evidence, FaultReport, Phase, Site
+from ddp_nanguard.tensors.shards import TensorShard
 
 DTYPES = [
     torch.float64,
@@ -73,7 +73,7 @@ def request(dump_dir: Any, *, rank: int = 0, world_size: int = 1, step: int = 7,
     group = changes.pop("group", dist.group.WORLD if world_size > 1 else None)
     defaults: dict[str, Any] = {
         "report": report(step, world_size),
-        "state": [Piece.whole("model.w", random_tensor("w", (5, 3), torch.float32))],
+        "state": [TensorShard.whole("model.w", random_tensor("w", (5, 3), torch.float32))],
         "window": window(),
         "buffers": {"bn.running_mean": torch.arange(3.0)},
         "history": {"loss": np.array([1.0, np.nan]), "layers/2": np.zeros((2, 2))},

@@ -26,7 +26,7 @@ class Expected:
     call: int | None
     slot: str
     kind: str = "nan"
-    between: tuple[str | None, str | None, str | None] | None = None
+    inline_code: tuple[str | None, str | None, str | None] | None = None
     in_micro_batch: bool = True
     has_rank: bool = True
 
@@ -40,12 +40,12 @@ EXPECTED = {
     ),
     "gate.forward": Expected("forward", "blocks.1.gate", 1, "output"),
     "second_call.forward": Expected("forward", "twice", 2, "output", kind="inf"),
-    "between.forward": Expected("forward", "", 1, "input", between=("", "twice", "head")),
+    "between.forward": Expected("forward", "", 1, "input", inline_code=("", "twice", "head")),
     "loss.forward": Expected("loss", None, None, "loss.cls", kind="inf"),
-    "loss.backward": Expected("backward", "", 1, "grad", between=(None, "loss", "")),
+    "loss.backward": Expected("backward", "", 1, "grad", inline_code=(None, "loss", "")),
     "gate.backward": Expected("backward", "blocks.1.gate", 1, "grad"),
     "second_call.backward": Expected("backward", "twice", 2, "grad", kind="inf"),
-    "between.backward": Expected("backward", "", 1, "grad", between=("", "head", "twice")),
+    "between.backward": Expected("backward", "", 1, "grad", inline_code=("", "head", "twice")),
     "weight.backward": Expected("backward", "head", 1, "head.weight"),
     "reduce": Expected("reduce", "head", None, "head.weight", kind="inf", in_micro_batch=False, has_rank=False),
     "lr": Expected("optimizer", None, None, "g0.lr", in_micro_batch=False),
@@ -107,7 +107,9 @@ class Cell:
 
     def origin(self) -> dict[str, Any]:
         expected = self.expected
-        between = dict(zip(("layer", "after", "before"), expected.between, strict=True)) if expected.between else None
+        inline_code = (
+            dict(zip(("layer", "after", "before"), expected.inline_code, strict=True)) if expected.inline_code else None
+        )
         return {
             "rank": self.rank if expected.has_rank else None,
             "step": self.fault.step,
@@ -117,7 +119,7 @@ class Cell:
             "call": expected.call,
             "slot": expected.slot,
             "kind": expected.kind,
-            "between": between,
+            "inline_code": inline_code,
         }
 
 

@@ -43,7 +43,7 @@ def replay_alone(dumps: list[str], env: dict[str, str] | None = None, *options: 
 
 
 def _alone(rank: int, world_size: int, dumps: list[str], options: list[str]) -> Replayed:
-    from ddp_nanguard.cli import main
+    from ddp_nanguard.cli.main import main
 
     return _captured(lambda: main(["replay", dumps[rank], "--json", *options]))
 
@@ -63,7 +63,7 @@ def replay_on_all_ranks(dump: str, world_size: int, *options: str) -> list[Repla
 
 
 def _together(rank: int, world_size: int, arguments: list[str]) -> Replayed:
-    from ddp_nanguard.replay.run import main
+    from ddp_nanguard.cli.replay_ranks import main
 
     for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", world_size)):
         os.environ[name] = str(value)

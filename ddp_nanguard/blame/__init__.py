@@ -10,28 +10,36 @@ Read `view` (what blame is read from), then `forward`, `backward`, `state` and `
 
 from __future__ import annotations
 
+from ddp_nanguard.probes.compiled_calls import CompiledTensorRecord, expand_compiled
+from ddp_nanguard.probes.sources import KnownNonFinite, LossSource
+
 from .backward import backward_sites
-from .compiled import TracedSighting, resolved
-from .forward import forward_sites, habits, input_sites, loss_sites
+from .forward import forward_sites, input_sites, known_nonfinite, loss_sites
 from .state import late_sites, state_sites
-from .view import Damage, Finding, Habit, LossNote, RankedSite, StepView
+from .view import BlameInput, NonFiniteState, NonFiniteTensor, RankedSite
 
 __all__ = [
-    "Damage",
-    "Finding",
-    "Habit",
-    "LossNote",
+    "BlameInput",
+    "CompiledTensorRecord",
+    "KnownNonFinite",
+    "LossSource",
+    "NonFiniteState",
+    "NonFiniteTensor",
     "RankedSite",
-    "StepView",
-    "TracedSighting",
-    "habits",
+    "expand_compiled",
+    "known_nonfinite",
     "local_sites",
-    "resolved",
 ]
 
 
-def local_sites(view: StepView) -> list[RankedSite]:
+def local_sites(blame_input: BlameInput) -> list[RankedSite]:
     """The sites of this rank, earliest first."""
-    found = [*state_sites(view), *input_sites(view), *forward_sites(view), *loss_sites(view), *backward_sites(view)]
-    found += late_sites(view)
-    return sorted(found, key=lambda ranked: ranked.key(0, view.step))
+    found = [
+        *state_sites(blame_input),
+        *input_sites(blame_input),
+        *forward_sites(blame_input),
+        *loss_sites(blame_input),
+        *backward_sites(blame_input),
+    ]
+    found += late_sites(blame_input)
+    return sorted(found, key=lambda ranked: ranked.key(0, blame_input.step))

@@ -4,92 +4,102 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ddp_nanguard.board import Reading, Region, is_clean
-from ddp_nanguard.message import layer_text
 from ddp_nanguard.probes.backward import GradientHook
-from ddp_nanguard.probes.calls import Call, Sighting
-from ddp_nanguard.scan import evidence, kind_of
-from ddp_nanguard.site import Between, Evidence, Phase, Site
+from ddp_nanguard.probes.calls import ModuleCall, TensorRecord
+from ddp_nanguard.probes.slots import SlotRole, SlotStats, is_finite
+from ddp_nanguard.probes.sources import KnownNonFinite, LossSource
+from ddp_nanguard.report.messages import layer_text
+from ddp_nanguard.report.types import Evidence, InlineCode, Phase, Site
+from ddp_nanguard.tensors.minmax import evidence, kind_of
 
-from .view import Finding, Habit, Kinds, LossNote, RankedSite, StepView, worst
+from .view import BlameInput, NonFiniteTensor, RankedSite, WorstKinds, worst
 
 
-def forward_sites(view: StepView) -> list[RankedSite]:
+def forward_sites(blame_input: BlameInput) -> list[RankedSite]:
     """Tensors of the forward that are bad and not contained, in execution order."""
-    kinds = Kinds(view.readings)
+    kinds = WorstKinds(blame_input.slot_stats)
     sites: list[RankedSite] = []
     done: set[int] = set()
-    weak: set[int] = set()
-    for reading in view.readings:
-        sighting = reading.note
-        if isinstance(sighting, Sighting) and id(sighting) not in done and (kind := kinds.of(sighting)) is not None:
-            done.add(id(sighting))
-            if not _is_contained(sighting, kinds, kind) and not view.is_ignored(sighting.call.layer):
-                ranked = _forward_site(view, sighting, kinds, kind, reading.order, weak)
+    low_confidence: set[int] = set()
+    for stats in blame_input.slot_stats:
+        record = stats.source
+        if isinstance(record, TensorRecord) and id(record) not in done and (kind := kinds.of(record)) is not None:
+            done.add(id(record))
+            if not _is_masked_by_parent(record, kinds, kind) and not blame_input.is_ignored(record.call.layer):
+                ranked = _forward_site(blame_input, record, kinds, kind, stats.order, low_confidence)
                 sites.append(ranked)
-                if ranked.weak:
-                    weak.add(id(sighting))
+                if ranked.low_confidence:
+                    low_confidence.add(id(record))
     return sites
 
 
-def habits(readings: list[Reading]) -> set[Habit]:
+def known_nonfinite(slot_stats: list[SlotStats]) -> set[KnownNonFinite]:
     """What is NaN or +inf in a clean step without being contained. -inf is what masks are made of, and no habit."""
-    kinds = Kinds(readings)
-    found: set[Habit] = set()
-    for reading in readings:
-        note, kind = reading.note, kind_of(reading.minimum, reading.maximum)
-        if isinstance(note, Sighting) and kind in ("nan", "inf") and not _is_contained(note, kinds, kind):
-            found.add((note.call.layer, note.slot, kind))
-        elif isinstance(note, GradientHook) and kind is not None:
-            found.add((note.call.layer, "grad", kind))
+    kinds = WorstKinds(slot_stats)
+    found: set[KnownNonFinite] = set()
+    for stats in slot_stats:
+        source, kind = stats.source, kind_of(stats.minimum, stats.maximum)
+        if (
+            isinstance(source, TensorRecord)
+            and kind in ("nan", "inf")
+            and not _is_masked_by_parent(source, kinds, kind)
+        ):
+            found.add((source.call.layer, source.slot, kind))
+        elif isinstance(source, GradientHook) and kind is not None:
+            found.add((source.call.layer, "grad", kind))
     return found
 
 
-def _is_contained(sighting: Sighting, kinds: Kinds, kind: str) -> bool:
-    enclosing = sighting.call.ancestors()
-    if sighting.slot == "input":
-        enclosing = [sighting.call, *enclosing]
-    return any(kinds.contains(call, kind) for call in enclosing)
+def _is_masked_by_parent(record: TensorRecord, kinds: WorstKinds, kind: str) -> bool:
+    enclosing = record.call.ancestors()
+    if record.slot == "input":
+        enclosing = [record.call, *enclosing]
+    return any(kinds.masks(call, kind) for call in enclosing)
 
 
 def _forward_site(
-    view: StepView, sighting: Sighting, kinds: Kinds, kind: str, order: int, weak_before: set[int]
+    blame_input: BlameInput,
+    record: TensorRecord,
+    kinds: WorstKinds,
+    kind: str,
+    order: int,
+    low_confidence_before: set[int],
 ) -> RankedSite:
-    call = sighting.call
-    between: Between | None = None
-    place, taken = call, _taken_in(call, kinds)
-    if sighting.slot == "input":
+    call = record.call
+    inline_code: InlineCode | None = None
+    place, taken = call, _input_kind(call, kinds)
+    if record.slot == "input":
         taken = None
         if call.parent is None:
-            between = Between(None, "batch", call.layer)
+            inline_code = InlineCode(None, "batch", call.layer)
         else:
             place = call.parent
             before = call.layer if call.is_ordered else None
-            between = Between(place.layer, _clean_child_before(place, call, kinds), before)
+            inline_code = InlineCode(place.layer, _clean_child_before(place, call, kinds), before)
     elif call.children and taken in (None, "unchecked"):
         taken = None
-        between = Between(call.layer, _clean_child_before(call, None, kinds), None)
+        inline_code = InlineCode(call.layer, _clean_child_before(call, None, kinds), None)
     site = Site(
-        rank=view.rank,
-        step=view.step,
+        rank=blame_input.rank,
+        step=blame_input.step,
         micro_batch=call.micro_batch,
         phase=Phase.FORWARD,
         layer=place.layer,
         call=place.number,
-        slot=sighting.slot,
+        slot=record.slot,
         kind=kind,
-        between=between,
-        evidence=_evidence_of(sighting),
-        taken_in=taken,
-        fed_by=_source_of_negative_inf(call, kinds) if taken == "-inf" and sighting.slot == "output" else None,
+        inline_code=inline_code,
+        evidence=_evidence_of(record),
+        input_kind=taken,
+        neg_inf_from=_source_of_negative_inf(call, kinds) if taken == "-inf" and record.slot == "output" else None,
         order=order,
     )
-    is_habit = (call.layer, sighting.slot, kind) in view.habits
-    weak = kind == "-inf" or is_habit or _merely_took(call, kinds, kind, weak_before)
-    return RankedSite(site, weak=weak, place=call.micro_batch)
+    is_habit = (call.layer, record.slot, kind) in blame_input.known_nonfinite
+    low_confidence = kind == "-inf" or is_habit or _merely_took(call, kinds, kind, low_confidence_before)
+    return RankedSite(site, low_confidence=low_confidence, order_key=call.micro_batch)
 
 
-def _taken_in(call: Call, kinds: Kinds) -> str | None:
+def _input_kind(call: ModuleCall, kinds: WorstKinds) -> str | None:
     """The worst kind among the inputs; ``unchecked`` where a tensor was not looked at, or none could be found."""
     found = kinds.worst_of(call.inputs)
     if found is None and (not call.takes_tensors or not all(kinds.was_read(taken) for taken in call.inputs)):
@@ -97,7 +107,7 @@ def _taken_in(call: Call, kinds: Kinds) -> str | None:
     return found
 
 
-def _source_of_negative_inf(call: Call, kinds: Kinds) -> str | None:
+def _source_of_negative_inf(call: ModuleCall, kinds: WorstKinds) -> str | None:
     """Where the -inf came from that a call took: a layer, or the code between layers."""
     for taken in call.inputs:
         if kinds.of(taken) == "-inf":
@@ -108,13 +118,13 @@ def _source_of_negative_inf(call: Call, kinds: Kinds) -> str | None:
     return None
 
 
-def _merely_took(call: Call, kinds: Kinds, kind: str, weak: set[int]) -> bool:
+def _merely_took(call: ModuleCall, kinds: WorstKinds, kind: str, low_confidence: set[int]) -> bool:
     """Whether everything as bad that the call took was a habit already."""
-    taken = [sighting for sighting in call.inputs if kinds.of(sighting) == kind]
-    return bool(taken) and all(id(sighting) in weak for sighting in taken)
+    taken = [record for record in call.inputs if kinds.of(record) == kind]
+    return bool(taken) and all(id(record) in low_confidence for record in taken)
 
 
-def _clean_child_before(parent: Call, child: Call | None, kinds: Kinds) -> str | None:
+def _clean_child_before(parent: ModuleCall, child: ModuleCall | None, kinds: WorstKinds) -> str | None:
     earlier = parent.children if child is None else parent.children[: parent.children.index(child)]
     if not all(call.is_ordered for call in (*earlier, *([child] if child is not None else []))):
         return None
@@ -122,48 +132,50 @@ def _clean_child_before(parent: Call, child: Call | None, kinds: Kinds) -> str |
     return clean[-1] if clean else None
 
 
-def _evidence_of(sighting: Sighting) -> Evidence | None:
-    tensor = sighting.ref()
-    return evidence(tensor) if tensor is not None and sighting.is_still(tensor) else None
+def _evidence_of(record: TensorRecord) -> Evidence | None:
+    tensor = record.ref()
+    return evidence(tensor) if tensor is not None and record.is_still(tensor) else None
 
 
 # -- the loss
 
 
-def loss_sites(view: StepView) -> list[RankedSite]:
+def loss_sites(blame_input: BlameInput) -> list[RankedSite]:
     """Watched losses that are bad."""
     sites: list[RankedSite] = []
-    outputs = _worst_outputs(view)
-    for reading in view.readings:
-        note, kind = reading.note, kind_of(reading.minimum, reading.maximum)
-        if isinstance(note, LossNote) and kind is not None:
-            site = Site(view.rank, view.step, note.micro_batch, Phase.LOSS, None, None, note.name, kind)
-            loss = view.losses.get((note.micro_batch, note.name))
+    outputs = _worst_outputs(blame_input)
+    for stats in blame_input.slot_stats:
+        source, kind = stats.source, kind_of(stats.minimum, stats.maximum)
+        if isinstance(source, LossSource) and kind is not None:
+            site = Site(
+                blame_input.rank, blame_input.step, source.micro_batch, Phase.LOSS, None, None, source.name, kind
+            )
+            loss = blame_input.losses.get((source.micro_batch, source.name))
             found = evidence(loss) if loss is not None else None
-            taken = outputs.get(note.micro_batch, "unchecked")
-            follows = _gradient_was_bad_before(view, note.micro_batch, reading.order)
+            taken = outputs.get(source.micro_batch, "unchecked")
+            follows = _gradient_was_bad_before(blame_input, source.micro_batch, stats.order)
             taken = "unchecked" if follows else taken
-            site = replace(site, order=reading.order, taken_in=taken, evidence=found)
-            sites.append(RankedSite(site, weak=follows, place=note.micro_batch))
+            site = replace(site, order=stats.order, input_kind=taken, evidence=found)
+            sites.append(RankedSite(site, low_confidence=follows, order_key=source.micro_batch))
     return sites
 
 
-def _gradient_was_bad_before(view: StepView, micro_batch: int, order: int) -> bool:
+def _gradient_was_bad_before(blame_input: BlameInput, micro_batch: int, order: int) -> bool:
     """A loss made of gradients (a gradient penalty, forces) is bad because they were."""
     return any(
-        isinstance(r.note, GradientHook) and r.note.call.micro_batch == micro_batch and r.order < order
-        for r in view.readings
-        if not is_clean(r)
+        isinstance(r.source, GradientHook) and r.source.call.micro_batch == micro_batch and r.order < order
+        for r in blame_input.slot_stats
+        if not is_finite(r)
     )
 
 
-def _worst_outputs(view: StepView) -> dict[int, str | None]:
+def _worst_outputs(blame_input: BlameInput) -> dict[int, str | None]:
     """Worst kind among the root's outputs, by micro-batch; a micro-batch without any is not in it."""
     found: dict[int, str | None] = {}
-    for reading in view.readings:
-        if reading.region is Region.OUTPUT:
-            micro_batch = reading.note.call.micro_batch
-            kinds = (kind_of(reading.minimum, reading.maximum), found.get(micro_batch))
+    for stats in blame_input.slot_stats:
+        if stats.role is SlotRole.OUTPUT:
+            micro_batch = stats.source.call.micro_batch
+            kinds = (kind_of(stats.minimum, stats.maximum), found.get(micro_batch))
             found[micro_batch] = worst(kind for kind in kinds if kind is not None)
     return found
 
@@ -171,30 +183,39 @@ def _worst_outputs(view: StepView) -> dict[int, str | None]:
 # -- the batch
 
 
-def input_sites(view: StepView) -> list[RankedSite]:
+def input_sites(blame_input: BlameInput) -> list[RankedSite]:
     """Batch items that explain something: a bad input of the root, or a bad loss of a finite output.
 
     A NaN in the batch alone may mean "label missing".
     """
     sites: list[RankedSite] = []
-    for order, finding in enumerate(_explaining(view)):
-        assert finding.micro_batch is not None
-        site = Site(view.rank, view.step, finding.micro_batch, Phase.INPUT, None, None, finding.name, finding.kind)
-        site = replace(site, evidence=finding.evidence, order=order)
-        sites.append(RankedSite(site, weak=finding.kind == "-inf", place=finding.micro_batch))
+    for order, bad_tensor in enumerate(_explaining(blame_input)):
+        assert bad_tensor.micro_batch is not None
+        site = Site(
+            blame_input.rank,
+            blame_input.step,
+            bad_tensor.micro_batch,
+            Phase.INPUT,
+            None,
+            None,
+            bad_tensor.name,
+            bad_tensor.kind,
+        )
+        site = replace(site, evidence=bad_tensor.evidence, order=order)
+        sites.append(RankedSite(site, low_confidence=bad_tensor.kind == "-inf", order_key=bad_tensor.micro_batch))
     return sites
 
 
-def _explaining(view: StepView) -> list[Finding]:
-    found: list[Finding] = []
-    kinds = Kinds(view.readings)
-    outputs = _worst_outputs(view)
-    losses = _bad_losses(view)
-    for micro_batch in dict.fromkeys(finding.micro_batch for finding in view.batch):
-        items = [finding for finding in view.batch if finding.micro_batch == micro_batch]
+def _explaining(blame_input: BlameInput) -> list[NonFiniteTensor]:
+    found: list[NonFiniteTensor] = []
+    kinds = WorstKinds(blame_input.slot_stats)
+    outputs = _worst_outputs(blame_input)
+    losses = _bad_losses(blame_input)
+    for micro_batch in dict.fromkeys(bad_tensor.micro_batch for bad_tensor in blame_input.batch):
+        items = [bad_tensor for bad_tensor in blame_input.batch if bad_tensor.micro_batch == micro_batch]
         assert micro_batch is not None
-        inputs = _root_inputs(view, micro_batch)
-        bad = [sighting for sighting in inputs if kinds.of(sighting) is not None]
+        inputs = _root_inputs(blame_input, micro_batch)
+        bad = [record for record in inputs if kinds.of(record) is not None]
         unseen_way_in = not inputs and outputs.get(micro_batch, "unchecked") is not None
         by_the_loss = micro_batch in losses and outputs.get(micro_batch) is None
         if bad:
@@ -204,23 +225,25 @@ def _explaining(view: StepView) -> list[Finding]:
     return found
 
 
-def _root_inputs(view: StepView, micro_batch: int) -> list[Sighting]:
-    found: list[Sighting] = []
-    for reading in view.readings:
-        note = reading.note
-        is_root_input = isinstance(note, Sighting) and note.slot == "input" and note.call.parent is None
-        if is_root_input and note.call.micro_batch == micro_batch:
-            found.append(note)
+def _root_inputs(blame_input: BlameInput, micro_batch: int) -> list[TensorRecord]:
+    found: list[TensorRecord] = []
+    for stats in blame_input.slot_stats:
+        source = stats.source
+        is_root_input = isinstance(source, TensorRecord) and source.slot == "input" and source.call.parent is None
+        if is_root_input and source.call.micro_batch == micro_batch:
+            found.append(source)
     return found
 
 
-def _matching(items: list[Finding], bad: list[Sighting]) -> list[Finding]:
+def _matching(items: list[NonFiniteTensor], bad: list[TensorRecord]) -> list[NonFiniteTensor]:
     """Items that are the root's bad inputs themselves, else those of the same shape: a label is no input."""
-    tensors = [tensor for sighting in bad if (tensor := sighting.ref()) is not None]
+    tensors = [tensor for record in bad if (tensor := record.ref()) is not None]
     same = [item for item in items if any(item.tensor is tensor for tensor in tensors)]
-    shapes = {sighting.shape for sighting in bad}
+    shapes = {record.shape for record in bad}
     return same or [item for item in items if item.evidence is not None and item.evidence.shape in shapes]
 
 
-def _bad_losses(view: StepView) -> set[int]:
-    return {r.note.micro_batch for r in view.readings if isinstance(r.note, LossNote) and not is_clean(r)}
+def _bad_losses(blame_input: BlameInput) -> set[int]:
+    return {
+        r.source.micro_batch for r in blame_input.slot_stats if isinstance(r.source, LossSource) and not is_finite(r)
+    }

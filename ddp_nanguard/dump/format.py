@@ -22,11 +22,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ddp_nanguard.errors import DumpError
-from ddp_nanguard.pieces import Piece
-from ddp_nanguard.site import json_safe
+from ddp_nanguard.report.types import json_safe
+from ddp_nanguard.tensors.shards import TensorShard
 
-from .progress import Tell, untold
-from .threads import NUM_THREADS
+from .progress import OnBytes, ignore_bytes
+from .thread_map import NUM_THREADS
 
 PARTIAL = ".partial"
 LOCK_FILE = ".lock"
@@ -128,7 +128,7 @@ class _Hashed:
     The bytes that are hashed are the bytes that are written, so that nothing need be read back.
     """
 
-    def __init__(self, file: IO[bytes], tell: Tell) -> None:
+    def __init__(self, file: IO[bytes], tell: OnBytes) -> None:
         self._file = file
         self._tell = tell
         self.digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
@@ -149,7 +149,7 @@ class _Hashed:
         """Likewise; `_write_file` closes."""
 
 
-def _write_file(root: Path, path: str, fill: Callable[[_Hashed], object], tell: Tell = untold) -> FileEntry:
+def _write_file(root: Path, path: str, fill: Callable[[_Hashed], object], tell: OnBytes = ignore_bytes) -> FileEntry:
     """Writes, syncs and lists one file; a file that could not be written whole is removed."""
     target = root / path
     try:
@@ -178,7 +178,7 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def list_file(root: Path, path: str, tell: Tell = untold) -> FileEntry:
+def list_file(root: Path, path: str, tell: OnBytes = ignore_bytes) -> FileEntry:
     """The entry of a file that somebody else has written."""
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     size_bytes = 0
@@ -300,12 +300,12 @@ def restored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor if tensor.dtype == dtype else tensor.view(dtype)
 
 
-def storable_piece(piece: Piece) -> Piece:
+def storable_shard(shard: TensorShard) -> TensorShard:
     """`storable` for a piece: shapes and offsets follow."""
-    tensor = storable(piece.tensor)
-    if tensor.dim() == piece.tensor.dim():
-        return Piece(piece.name, tensor, piece.stored_shape, piece.offsets, piece.true_shape)
-    return Piece(piece.name, tensor, (*piece.stored_shape, 2), (*piece.offsets, 0), piece.true_shape)
+    tensor = storable(shard.tensor)
+    if tensor.dim() == shard.tensor.dim():
+        return TensorShard(shard.name, tensor, shard.stored_shape, shard.offsets, shard.true_shape)
+    return TensorShard(shard.name, tensor, (*shard.stored_shape, 2), (*shard.offsets, 0), shard.true_shape)
 
 
 def bounded_parts(shape: Iterable[int], itemsize: int, limit_bytes: int) -> Iterator[tuple[slice, ...]]:
@@ -344,7 +344,7 @@ def write_tensors(
     path: str,
     tensors: Mapping[str, torch.Tensor],
     offsets: Mapping[str, tuple[int, ...]] | None = None,
-    tell: Tell = untold,
+    tell: OnBytes = ignore_bytes,
 ) -> FileEntry:
     """Writes dense tensors, on any device and of any strides, to a safetensors file, block by block.
 

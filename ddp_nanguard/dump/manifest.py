@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from ddp_nanguard.errors import DumpError
-from ddp_nanguard.report_text import report_text
+from ddp_nanguard.report.text import report_text
 
+from .batch_codec import pack, unpack
 from .format import (
     FILES_JSON,
     MANIFEST,
@@ -34,7 +35,6 @@ from .format import (
     write_json,
     write_text,
 )
-from .pack import pack, unpack
 from .request import DumpRequest
 
 

@@ -22,7 +22,7 @@ class PeersLostError(RuntimeError):
     """A collective of the fault path failed: a peer died or did not answer in time."""
 
 
-class Peers:
+class RankGroup:
     """The ranks that write one dump together.
 
     Args:

@@ -15,11 +15,11 @@ EVERY_S = 10.0
 EVERY_ON_TERMINAL_S = 0.25
 GIB = 2**30
 
-Tell = Callable[[int], None]
+OnBytes = Callable[[int], None]
 """Told how many bytes are done since the last call, by any thread."""
 
 
-def untold(_: int) -> None:
+def ignore_bytes(_: int) -> None:
     """For who does not want to know."""
 
 

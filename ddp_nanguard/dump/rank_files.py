@@ -11,12 +11,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from ddp_nanguard.capture.rng import RandomState
+from ddp_nanguard.capture.window import MicroBatch
 from ddp_nanguard.errors import DumpError
-from ddp_nanguard.pieces import Piece
-from ddp_nanguard.rng import RandomState
-from ddp_nanguard.site import SCHEMA_VERSION
-from ddp_nanguard.window import MicroBatch
+from ddp_nanguard.report.types import SCHEMA_VERSION
+from ddp_nanguard.tensors.shards import TensorShard
 
+from .batch_codec import Packed, pack
 from .format import (
     EVIDENCE,
     FILES_JSON,
@@ -32,8 +33,7 @@ from .format import (
     write_tensors,
 )
 from .manifest import settings
-from .pack import Packed, pack
-from .progress import Tell, untold
+from .progress import OnBytes, ignore_bytes
 from .request import DumpRequest
 from .state import chunks_of
 
@@ -111,7 +111,7 @@ class RankFiles:
         self._problems = problems
         self._packed: Packed | None = problems.guard("window not recorded", lambda: pack(_window_of(request)))
         self.entries: dict[str, FileEntry] = {}
-        self.tell: Tell = untold
+        self.tell: OnBytes = ignore_bytes
 
     @property
     def size_bytes(self) -> int:
@@ -131,7 +131,7 @@ class RankFiles:
         self._write(directory, HISTORY, lambda: write_arrays(directory, HISTORY, request.history))
         if packed is not None:
             self._write_window(directory, packed)
-        self.write_own(directory, [piece for piece in request.state if own is None or piece.name in own])
+        self.write_own(directory, [shard for shard in request.state if own is None or shard.name in own])
 
     def _evidence(self) -> dict[str, Any]:
         notes = [*self._request.evidence.get("notes", ()), *(self._packed.notes if self._packed else ())]
@@ -143,12 +143,12 @@ class RankFiles:
         if self._write(directory, tensors, lambda: write_tensors(directory, tensors, packed.tensors, tell=self.tell)):
             self._write(directory, structure, lambda: write_json(directory, structure, packed.structure))
 
-    def write_own(self, directory: Path, pieces: Iterable[Piece]) -> None:
+    def write_own(self, directory: Path, shards: Iterable[TensorShard]) -> None:
         """Writes ``own.safetensors``. Further chunks of one tensor are named ``name#1``, ``name#2``, ..."""
         tensors: dict[str, torch.Tensor] = {}
         offsets: dict[str, tuple[int, ...]] = {}
         numbers: dict[str, int] = {}
-        for chunk in chunks_of(pieces):
+        for chunk in chunks_of(shards):
             number = numbers.setdefault(chunk.name, 0)
             name = f"{chunk.name}#{number}" if number else chunk.name
             numbers[chunk.name] += 1
@@ -174,7 +174,7 @@ class RankFiles:
             "replica_index": request.replica_index,
             "problems": self._problems.details,
             "files": [entry.to_dict() for entry in self.entries.values()],
-            "tensors": {piece.name: _tensor_entry(piece) for piece in request.state},
+            "tensors": {shard.name: _tensor_entry(shard) for shard in request.state},
         }
         self._problems.guard(f"{FILES_JSON} not written", lambda: write_json(directory, FILES_JSON, listing))
         sync_directory(directory)
@@ -185,11 +185,11 @@ def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
 
-def _tensor_entry(piece: Piece) -> dict[str, Any]:
+def _tensor_entry(shard: TensorShard) -> dict[str, Any]:
     return {
-        "dtype": dtype_name(piece.tensor.dtype),
-        "true_shape": list(piece.true_shape),
-        "stored_shape": list(piece.stored_shape),
+        "dtype": dtype_name(shard.tensor.dtype),
+        "true_shape": list(shard.true_shape),
+        "stored_shape": list(shard.stored_shape),
     }
 
 

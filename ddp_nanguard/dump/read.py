@@ -19,13 +19,14 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from ddp_nanguard.capture.rng import RandomState
+from ddp_nanguard.capture.window import MicroBatch
 from ddp_nanguard.errors import DumpError
-from ddp_nanguard.message import log_line
-from ddp_nanguard.rng import RandomState
-from ddp_nanguard.site import SCHEMA_VERSION, FaultReport
-from ddp_nanguard.window import MicroBatch
+from ddp_nanguard.report.messages import log_line
+from ddp_nanguard.report.types import SCHEMA_VERSION, FaultReport
 
-from . import place
+from . import directories as place
+from .batch_codec import Types, unpack
 from .format import (
     EVIDENCE,
     FILES_JSON,
@@ -49,9 +50,8 @@ from .format import (
     well_formed,
 )
 from .manifest import read_plain_state
-from .pack import Types, unpack
-from .progress import Progress, Tell, untold
-from .threads import in_threads
+from .progress import OnBytes, Progress, ignore_bytes
+from .thread_map import thread_map
 
 OPEN_FILES = 16
 """Files of tensors that a dump keeps open, since opening one parses its whole header."""
@@ -146,7 +146,7 @@ class Dump:
         self._chunks: dict[str, list[_Chunk]] | None = None
         self._own: dict[int, dict[str, list[_Chunk]]] = {}
         self._described: dict[int, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
-        self._tell: Tell = untold
+        self._tell: OnBytes = ignore_bytes
         self._open = functools.lru_cache(maxsize=OPEN_FILES)(open_tensors)
 
     @property
@@ -177,7 +177,7 @@ class Dump:
         """
         files = list(self._listed_files())
         with Progress(f"checking {self.path.name}", self.size_bytes) as progress:
-            in_threads(lambda file: _verify_file(*file, progress.tell), files)
+            thread_map(lambda file: _verify_file(*file, progress.tell), files)
 
     def _listed_files(self) -> Iterator[tuple[Path, dict[str, Any]]]:
         for path in self.paths:
@@ -286,7 +286,7 @@ class Dump:
             try:
                 yield
             finally:
-                self._tell = untold
+                self._tell = ignore_bytes
 
     def names(self) -> list[str]:
         """Names of all stored tensors, without aliases."""
@@ -532,12 +532,12 @@ def _same_dump(paths: list[Path], manifests: list[dict[str, Any]]) -> None:
             raise DumpError(f"{path} and {paths[0]} are from different runs; give parts of one dump")
 
 
-def _verify_file(root: Path, entry: dict[str, Any], tell: Tell) -> None:
+def _verify_file(root: Path, entry: dict[str, Any], tell: OnBytes) -> None:
     with well_formed(root / MANIFEST):
         _verify_listed(root, entry, tell)
 
 
-def _verify_listed(root: Path, entry: dict[str, Any], tell: Tell) -> None:
+def _verify_listed(root: Path, entry: dict[str, Any], tell: OnBytes) -> None:
     path = root / entry["path"]
     if root.resolve() not in path.resolve().parents:
         raise DumpError(f"{root / MANIFEST} lists {entry['path']!r}, which is outside the dump; do not use it")
@@ -602,11 +602,11 @@ def _with_manifest(base: DumpSummary, paths: list[Path]) -> DumpSummary:
         origin=log_line(report),
         world_size=report.world_size,
         whole=len(base.ranks) == report.world_size and (manifest["weights"]["complete"] or manifest["alone"]),
-        remark=_remark(manifest, len(base.ranks)),
+        remark=_warn_once(manifest, len(base.ranks)),
     )
 
 
-def _remark(manifest: dict[str, Any], num_ranks: int) -> str:
+def _warn_once(manifest: dict[str, Any], num_ranks: int) -> str:
     if num_ranks < manifest["world_size"]:
         return f"{num_ranks} of {manifest['world_size']} ranks"
     complete = manifest["weights"]["complete"] or manifest["alone"]

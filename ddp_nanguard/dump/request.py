@@ -9,10 +9,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ddp_nanguard.capture.window import MicroBatch
 from ddp_nanguard.config import GuardConfig
-from ddp_nanguard.pieces import Piece
-from ddp_nanguard.site import FaultReport
-from ddp_nanguard.window import MicroBatch
+from ddp_nanguard.report.types import FaultReport
+from ddp_nanguard.tensors.shards import TensorShard
 
 
 @dataclass
@@ -48,7 +48,7 @@ class DumpRequest:
     group: dist.ProcessGroup | None
     config: GuardConfig
     wrapper: dict[str, Any] = field(default_factory=dict)
-    state: list[Piece] = field(default_factory=list)
+    state: list[TensorShard] = field(default_factory=list)
     shapes: dict[str, Any] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     plain_state: dict[str, Any] = field(default_factory=dict)

@@ -22,33 +22,37 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ddp_nanguard.pieces import Piece
+from ddp_nanguard.tensors.shards import TensorShard
 
-from .format import COPY_BYTES, STATE_DIR, FileEntry, bounded_parts, storable_piece, write_tensors
-from .progress import Tell, untold
-from .threads import in_threads
+from .format import COPY_BYTES, STATE_DIR, FileEntry, bounded_parts, storable_shard, write_tensors
+from .progress import OnBytes, ignore_bytes
+from .thread_map import thread_map
 
 
-def chunks_of(pieces: Iterable[Piece]) -> Iterator[Piece]:
+def chunks_of(shards: Iterable[TensorShard]) -> Iterator[TensorShard]:
     """Pieces as they are stored: in dtypes that safetensors takes, cut to at most `COPY_BYTES`, without empty shards.
 
     A tensor that is empty as a whole stays, so that its name and dtype are kept.
     """
-    for piece in map(storable_piece, pieces):
-        if piece.tensor.numel() == 0 and 0 not in piece.stored_shape:
+    for shard in map(storable_shard, shards):
+        if shard.tensor.numel() == 0 and 0 not in shard.stored_shape:
             continue
-        for part in bounded_parts(piece.tensor.shape, piece.tensor.itemsize, COPY_BYTES):
-            offsets = tuple(base + cut.start for base, cut in zip(piece.offsets, part, strict=True))
-            yield Piece(piece.name, piece.tensor[part], piece.stored_shape, offsets, piece.true_shape)
+        for part in bounded_parts(shard.tensor.shape, shard.tensor.itemsize, COPY_BYTES):
+            offsets = tuple(base + cut.start for base, cut in zip(shard.offsets, part, strict=True))
+            yield TensorShard(shard.name, shard.tensor[part], shard.stored_shape, offsets, shard.true_shape)
 
 
 def save_state(
-    pieces: Iterable[Piece], dump: Path | None, rank: int, group: dist.ProcessGroup | None, tell: Tell = untold
+    shards: Iterable[TensorShard],
+    dump: Path | None,
+    rank: int,
+    group: dist.ProcessGroup | None,
+    tell: OnBytes = ignore_bytes,
 ) -> list[FileEntry]:
     """Writes the pieces of all ranks; of replicated ones the copy of the lowest rank.
 
     Args:
-        pieces: of this rank.
+        shards: of this rank.
         dump: the dump's directory; None on a rank that can write nothing, which is an error only if it would have to.
         rank: global rank, for the file names.
         group: None for a process without peers.
@@ -67,21 +71,21 @@ def save_state(
     with warnings.catch_warnings():
         # torch warns that a save without a process group is one of a single process, which is meant
         warnings.simplefilter("ignore")
-        save({}, storage_writer=writer, planner=_PiecePlanner(pieces), process_group=group, no_dist=group is None)
+        save({}, storage_writer=writer, planner=_ShardPlanner(shards), process_group=group, no_dist=group is None)
     return writer.entries
 
 
-class _PiecePlanner(DefaultSavePlanner):
+class _ShardPlanner(DefaultSavePlanner):
     """Plans from pieces instead of a state dict, so that no DTensor and no gathered tensor is needed."""
 
-    def __init__(self, pieces: Iterable[Piece]) -> None:
+    def __init__(self, shards: Iterable[TensorShard]) -> None:
         super().__init__(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
-        self._pieces = pieces
-        self._chunks: dict[tuple[str, tuple[int, ...]], Piece] = {}
+        self._shards = shards
+        self._chunks: dict[tuple[str, tuple[int, ...]], TensorShard] = {}
 
     def create_local_plan(self) -> SavePlan:
         # not in the constructor: an error here reaches every rank
-        self._chunks = {(chunk.name, chunk.offsets): chunk for chunk in chunks_of(self._pieces)}
+        self._chunks = {(chunk.name, chunk.offsets): chunk for chunk in chunks_of(self._shards)}
         self.plan = SavePlan([_write_item(chunk) for chunk in self._chunks.values()])
         return self.plan
 
@@ -95,7 +99,7 @@ class _PiecePlanner(DefaultSavePlanner):
         return self._chunks[write_item.index.fqn, _offset_of(write_item)].tensor
 
 
-def _write_item(chunk: Piece) -> WriteItem:
+def _write_item(chunk: TensorShard) -> WriteItem:
     offsets = torch.Size(chunk.offsets)
     place = ChunkStorageMetadata(offsets=offsets, sizes=chunk.tensor.shape)
     properties = TensorProperties(dtype=chunk.tensor.dtype)
@@ -111,7 +115,7 @@ def _offset_of(item: WriteItem) -> tuple[int, ...]:
 class _BoundedWriter(HuggingFaceStorageWriter):
     """Writes files of bounded size, several at a time; a file holds each name once."""
 
-    def __init__(self, dump: Path | None, rank: int, tell: Tell) -> None:
+    def __init__(self, dump: Path | None, rank: int, tell: OnBytes) -> None:
         super().__init__(path=str(dump / STATE_DIR if dump is not None else None), save_distributed=True)
         self._dump = dump
         self._rank = rank
@@ -125,7 +129,7 @@ class _BoundedWriter(HuggingFaceStorageWriter):
         if plan.items and self._dump is None:
             raise OSError("this rank has no directory to write to")
         numbered = list(enumerate(_bounded_files(plan.items)))
-        self.entries = in_threads(lambda file: self._write_one(*file, planner), numbered)
+        self.entries = thread_map(lambda file: self._write_one(*file, planner), numbered)
         results: Future[list[WriteResult]] = Future()
         written = zip(numbered, self.entries, strict=True)
         results.set_result([_result(item, entry.path) for (_, items), entry in written for item in items])
@@ -133,7 +137,7 @@ class _BoundedWriter(HuggingFaceStorageWriter):
 
     def _write_one(self, index: int, items: list[WriteItem], planner: SavePlanner) -> FileEntry:
         assert self._dump is not None
-        assert isinstance(planner, _PiecePlanner)
+        assert isinstance(planner, _ShardPlanner)
         tensors = {item.index.fqn: planner.resolve_data(item) for item in items}
         offsets = {item.index.fqn: _offset_of(item) for item in items}
         path = f"{STATE_DIR}/shard-{self._rank:05d}-{index:05d}.safetensors"

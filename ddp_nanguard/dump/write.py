@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ddp_nanguard.errors import DumpError
-from ddp_nanguard.report_text import human_size
+from ddp_nanguard.report.text import human_size
 
-from . import place
+from . import directories as place
 from .format import (
     MANIFEST,
     STATE_DIR,
@@ -36,12 +36,12 @@ from .format import (
     sync_directory,
 )
 from .manifest import Outcome, write_shared_files
-from .peers import Peers, PeersLostError
+from .peers import PeersLostError, RankGroup
 from .progress import Progress
 from .rank_files import Problems, RankFiles, reason, tensor_bytes
 from .request import DumpRequest, DumpResult
 from .state import save_state
-from .threads import in_threads
+from .thread_map import thread_map
 
 __all__ = ["DumpRequest", "DumpResult", "write_dump"]
 
@@ -81,7 +81,7 @@ class _Together:
     def __init__(self, request: DumpRequest, root: Path) -> None:
         self.request = request
         self.root = root
-        self.peers = Peers(request.group)
+        self.peers = RankGroup(request.group)
         self.ranks: list[int] = []  # global ranks in the group's order
         self.sharing: list[int] = []  # ranks that see the same directory
         self.name = DumpName(request.report.step)
@@ -91,7 +91,7 @@ class _Together:
         self.differing: list[str] = []
 
     def write(self) -> DumpResult:
-        self._claim()
+        self._reserve()
         if not self._meet():
             return DumpResult(None, 0, self._tell().problems)
         files = RankFiles(self.request, self.problems)
@@ -120,14 +120,14 @@ class _Together:
 
     # the directory
 
-    def _claim(self) -> None:
+    def _reserve(self) -> None:
         """Agrees on a name that is free on every node, and makes or joins its directory."""
         number = self.problems.guard(f"no dump in {self.root}", self._first_free_number) or 1
         while True:
             (number,) = self.peers.largest(number)
             self.name = DumpName(self.request.report.step, number)
             nonce = self._agree_on_nonce()
-            (conflict,) = self.peers.largest(int(self._claim_in_turn(nonce)))
+            (conflict,) = self.peers.largest(int(self._reserve_in_turn(nonce)))
             if not conflict:
                 return
             place.release(self.root, self.name, nonce)
@@ -141,7 +141,7 @@ class _Together:
         mine = uuid.uuid4().int >> 66 if self.peers.rank == 0 else 0
         return f"{self.peers.largest(mine)[0]:x}"
 
-    def _claim_in_turn(self, nonce: str) -> bool:
+    def _reserve_in_turn(self, nonce: str) -> bool:
         """The group's first rank first, so that others find its directory where they share it. Whether it was taken."""
         taken = self._is_taken(nonce) if self.peers.rank == 0 else False
         self.peers.largest(0)
@@ -150,7 +150,7 @@ class _Together:
     def _is_taken(self, nonce: str) -> bool:
         if self.problems.lines:
             return False
-        claimed = self.problems.guard(f"no dump in {self.root}", lambda: place.claim(self.root, self.name, nonce))
+        claimed = self.problems.guard(f"no dump in {self.root}", lambda: place.reserve(self.root, self.name, nonce))
         if claimed:
             self.path = self.root / str(DumpName(self.name.step, self.name.number, partial=True))
         return claimed is False
@@ -181,7 +181,7 @@ class _Together:
     def _exchange_sizes(self, files: RankFiles) -> dict[int, int]:
         """What each rank is going to write, in bytes."""
         request = self.request
-        state = tensor_bytes(piece.tensor for piece in request.state) if request.replica_index == 0 else 0
+        state = tensor_bytes(shard.tensor for shard in request.state) if request.replica_index == 0 else 0
         table = self.peers.gather_numbers(request.rank, files.size_bytes + state)
         return {rank: size_bytes for rank, size_bytes in table}  # noqa: C416  # lists, which dict() takes but mypy does not
 
@@ -202,7 +202,7 @@ class _Together:
         if replicas == 0 or most == 0:
             return set()
         rows = self.problems.guard(
-            "replicas not compared", lambda: in_threads(lambda i: _row(request, i), range(len(request.state)))
+            "replicas not compared", lambda: thread_map(lambda i: _row(request, i), range(len(request.state)))
         )
         table = torch.zeros((request.num_shards, most, ROW_BYTES), dtype=torch.uint8)
         if rows and request.replica_index == 0:
@@ -210,7 +210,7 @@ class _Together:
                 bytearray(b"".join(rows)), dtype=torch.uint8
             ).view(-1, ROW_BYTES)
         self.peers.reduce_tensor(table, dist.ReduceOp.SUM)
-        own = {piece.name for piece in request.state if piece.name in request.damaged}
+        own = {shard.name for shard in request.state if shard.name in request.damaged}
         return own | self._differing_from(table[request.shard_index], rows or [])
 
     def _differing_from(self, reference: torch.Tensor, rows: list[bytes]) -> set[str]:
@@ -218,11 +218,11 @@ class _Together:
             return set()
         known = {bytes(row[:KEY_BYTES]): bytes(row[KEY_BYTES:]) for row in reference.numpy()}
         own = set()
-        for piece, row in zip(self.request.state, rows, strict=False):
+        for shard, row in zip(self.request.state, rows, strict=False):
             theirs = known.get(row[:KEY_BYTES])
             if theirs != row[KEY_BYTES:]:
-                own.add(piece.name)
-                self.differing += [piece.name] if theirs is not None else []
+                own.add(shard.name)
+                self.differing += [shard.name] if theirs is not None else []
         return own
 
     def _write_state(self, files: RankFiles, skip: bool) -> None:
@@ -342,7 +342,7 @@ class _Alone:
             return DumpResult(None, 0, self.problems.lines)
         self.problems.guard("no manifest", lambda: self._write_manifest(dump))
         if self.partial is not None:
-            place.leave(self.partial, self.request.rank)
+            place.abandon(self.partial, self.request.rank)
         self.problems.guard("no rotation", lambda: place.rotate(self.root, self.request.config.dump_keep, dump))
         size_bytes = self.problems.guard("size unknown", lambda: place.size_of(dump))
         return DumpResult(str(dump), size_bytes or 0, self.problems.lines)
@@ -350,10 +350,10 @@ class _Alone:
     def _write_rank(self) -> Path:
         request = self.request
         self.root.mkdir(parents=True, exist_ok=True)
-        directory = place.join_alone(self.root, request.report.step, request.rank, request.run_id)
+        directory = place.open_rank_dir(self.root, request.report.step, request.rank, request.run_id)
         files = RankFiles(request, self.problems)
         lacks_space = self._lacks_space(files)
-        size_bytes = files.size_bytes + (0 if lacks_space else tensor_bytes(piece.tensor for piece in request.state))
+        size_bytes = files.size_bytes + (0 if lacks_space else tensor_bytes(shard.tensor for shard in request.state))
         with _progress(request, size_bytes) as progress:
             files.tell = progress.tell
             files.write(directory, set() if lacks_space else None)
@@ -363,7 +363,7 @@ class _Alone:
         return directory.parent
 
     def _lacks_space(self, files: RankFiles) -> bool:
-        needed = files.size_bytes + tensor_bytes(piece.tensor for piece in self.request.state)
+        needed = files.size_bytes + tensor_bytes(shard.tensor for shard in self.request.state)
         free = place.free_bytes(self.root)
         if free < needed:
             self.problems.add_lack(_lack(needed, free, self.root))
@@ -383,9 +383,9 @@ def _progress(request: DumpRequest, size_bytes: int) -> Progress:
 
 
 def _row(request: DumpRequest, index: int) -> bytes:
-    piece = request.state[index]
-    key = hashlib.blake2b(f"{piece.name} {piece.offsets}".encode(), digest_size=KEY_BYTES).digest()
-    return key + digest_tensor(piece.tensor, ROW_BYTES - KEY_BYTES)
+    shard = request.state[index]
+    key = hashlib.blake2b(f"{shard.name} {shard.offsets}".encode(), digest_size=KEY_BYTES).digest()
+    return key + digest_tensor(shard.tensor, ROW_BYTES - KEY_BYTES)
 
 
 def _lack(needed: int, free: int, root: Path) -> str:

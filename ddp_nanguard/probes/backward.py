@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from ddp_nanguard.board import Board, Region
-
-from .calls import Call, Sighting
+from .calls import ModuleCall, TensorRecord
+from .slots import SlotBuffer, SlotRole
 
 
 class BackwardProbe:
@@ -34,8 +33,8 @@ class BackwardProbe:
         is_closed: whether activations are not watched, or no longer: graphs that outlive the guard hold its hooks.
     """
 
-    def __init__(self, board: Board, probes_activations: bool) -> None:
-        self.board = board
+    def __init__(self, slots: SlotBuffer, probes_activations: bool) -> None:
+        self.slots = slots
         self.on_local_end: Callable[[], None] = _nothing
         self.on_end: Callable[[], None] = _nothing
         self.graph_task = -1
@@ -44,10 +43,10 @@ class BackwardProbe:
         self.is_closed = not probes_activations
         self.is_entered = False
 
-    def watch(self, tensor: Tensor, sighting: Sighting) -> None:
+    def watch(self, tensor: Tensor, record: TensorRecord) -> None:
         """Probe the gradient of a non-leaf tensor when backward reaches it."""
         if not self.is_closed:
-            tensor.register_hook(GradientHook(self, sighting))  # type: ignore[no-untyped-call]  # torch's own
+            tensor.register_hook(GradientHook(self, record))  # type: ignore[no-untyped-call]  # torch's own
 
     def enter(self) -> None:
         """To be called by the first hook that runs in a backward, or by all; it arranges for the end."""
@@ -78,12 +77,12 @@ class BackwardProbe:
 class GradientHook:
     """Tensor hook that reduces a gradient; it is its own note on the board."""
 
-    __slots__ = ("probe", "sighting")
+    __slots__ = ("probe", "record")
     __torch_unserializable__ = True  # saving an activation must not warn about this hook
 
-    def __init__(self, probe: BackwardProbe | None, sighting: Sighting) -> None:
+    def __init__(self, probe: BackwardProbe | None, record: TensorRecord) -> None:
         self.probe = probe
-        self.sighting = sighting
+        self.record = record
 
     def __call__(self, gradient: Tensor) -> None:
         """Backward has reached the tensor."""
@@ -92,16 +91,16 @@ class GradientHook:
             return
         if not (probe.is_entered and probe.ran):
             probe.enter()
-        board = probe.board
-        if board.meter is None:
-            board.reduce(Region.EVIDENCE, gradient, self)
+        slots = probe.slots
+        if slots.meter is None:
+            slots.reduce(SlotRole.EVIDENCE, gradient, self)
         else:
-            board.meter.run(board.reduce, Region.EVIDENCE, gradient, self)
+            slots.meter.run(slots.reduce, SlotRole.EVIDENCE, gradient, self)
 
     @property
-    def call(self) -> Call:
+    def call(self) -> ModuleCall:
         """The call that gave or first took the tensor."""
-        return self.sighting.call
+        return self.record.call
 
 
 def _nothing() -> None:

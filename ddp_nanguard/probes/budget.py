@@ -175,7 +175,7 @@ class Budget:
     @property
     def level(self) -> str:
         """What is watched, in words."""
-        has_less = bool(self._forward.thinned_out_of_compiled_code())
+        has_less = bool(self._forward.unwatched_in_compiled_code())
         return self._levels[self.level_index].text + (", in compiled code blocks" if has_less else "")
 
     def start_at(self, index: int, compiled: dict[str, list[str]] | None = None) -> None:
@@ -218,11 +218,11 @@ class Budget:
     def _begin_step(self) -> None:
         if self._hook_s is None:
             self._hook_s = hook_cost_s(self._on_device)
-        self._forward.board.meter = self._meter = Meter(self._hook_s, self._on_device)
+        self._forward.slots.meter = self._meter = Meter(self._hook_s, self._on_device)
         self._began = time.perf_counter()
 
     def _end_step(self) -> None:
-        meter, self._forward.board.meter = self._meter, None
+        meter, self._forward.slots.meter = self._meter, None
         if meter is not None:
             self._meter = None
             step = time.perf_counter() - self._began
@@ -237,7 +237,7 @@ class Budget:
             self.start_at(self.level_index + 1)
             return
         self._is_settled = True
-        self._forward.board.meter = self._meter = None
+        self._forward.slots.meter = self._meter = None
         if self.level_index or share > self.limit:
             self.note = self._text(share)
             _log.warning("%s", self.note)

@@ -1,7 +1,7 @@
 """Calls of modules and the tensors they take and give: the host-side record that blame is later read from.
 
 [Note: sightings]
-A `Sighting` is one version of one tensor, seen by a probe. A module's input is probed only where it is not a sighting
+A `TensorRecord` is one version of one tensor, seen by a probe. A module's input is probed only where it is not a sighting
 already (same object, same ``_version``), so one pass over the data per tensor is enough to tell code between two
 modules from the module after it: an input that is no sighting was made by the code in between.
 """
@@ -11,13 +11,10 @@ from __future__ import annotations
 import weakref
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-_current_graph_task = torch._C._current_graph_task_id
 
-
-class Call:
+class ModuleCall:
     """One call of one module in a micro-batch.
 
     Attributes:
@@ -43,21 +40,21 @@ class Call:
 
     is_ordered: ClassVar[bool] = True
 
-    def __init__(self, layer: str, number: int | None, micro_batch: int, parent: Call | None) -> None:
+    def __init__(self, layer: str, number: int | None, micro_batch: int, parent: ModuleCall | None) -> None:
         self.layer = layer
         self.number = number
         self.micro_batch = micro_batch
         self.parent = parent
         self.takes_tensors = False
-        self.inputs: list[Sighting] = []
-        self.outputs: list[Sighting] = []
-        self.children: list[Call] = []
+        self.inputs: list[TensorRecord] = []
+        self.outputs: list[TensorRecord] = []
+        self.children: list[ModuleCall] = []
         if parent is not None:
             parent.children.append(self)
 
-    def ancestors(self) -> list[Call]:
+    def ancestors(self) -> list[ModuleCall]:
         """The calls it ran in, innermost first."""
-        found: list[Call] = []
+        found: list[ModuleCall] = []
         call = self.parent
         while call is not None:
             found.append(call)
@@ -65,7 +62,7 @@ class Call:
         return found
 
 
-class Sighting:
+class TensorRecord:
     """One version of one tensor.
 
     Attributes:
@@ -77,7 +74,7 @@ class Sighting:
 
     __slots__ = ("call", "consumers", "is_watched", "order", "ref", "shape", "slot", "version")
 
-    def __init__(self, tensor: Tensor, call: Call, slot: str) -> None:
+    def __init__(self, tensor: Tensor, call: ModuleCall, slot: str) -> None:
         self.ref = weakref.ref(tensor)
         self.version = version_of(tensor)
         self.shape = tensor.shape
@@ -85,7 +82,7 @@ class Sighting:
         self.slot = slot
         self.order: int | None = None
         self.is_watched = False
-        self.consumers: list[Call] = []
+        self.consumers: list[ModuleCall] = []
 
     @property
     def is_empty(self) -> bool:
@@ -102,7 +99,7 @@ class Sighting:
             return self.version == -1
 
 
-def dissolve(calls: list[Call]) -> None:
+def break_cycles(calls: list[ModuleCall]) -> None:
     """Calls that nobody will ask about any more refer to each other no longer, so that all of them go at once."""
     for call in calls:
         call.inputs.clear()
@@ -116,8 +113,3 @@ def version_of(tensor: Tensor) -> int:
         return tensor._version
     except RuntimeError:
         return -1
-
-
-def in_backward() -> bool:
-    """Whether this thread is inside a backward pass, where a forward hook means recomputation."""
-    return _current_graph_task() != -1

@@ -22,16 +22,16 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ddp_nanguard.board import Board
+from .slots import SlotBuffer
 
 What = Literal["taken", "given", "taken gradient", "given gradient"]
-KINDS: tuple[What, ...] = ("taken", "given", "taken gradient", "given gradient")
+ACCUMULATED: tuple[What, ...] = ("taken", "given", "taken gradient", "given gradient")
 
 _PACKAGE = str(Path(__file__).parent)
 _REDUCIBLE = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 
 
-class RegionNote(NamedTuple):
+class CompiledSource(NamedTuple):
     """Note of a slot that traced code filled: everything of one kind that a module saw in a micro-batch."""
 
     layer: str
@@ -39,14 +39,14 @@ class RegionNote(NamedTuple):
     what: What
 
 
-class Places(NamedTuple):
+class MinMaxAccumulators(NamedTuple):
     """Where a traced hook writes: values and gradients; float64, shape (2,) each. None where nobody asks."""
 
     values: Tensor
     gradients: Tensor | None
 
 
-class CompiledRegions:
+class CompiledSlots:
     """The slots of modules that run inside compiled code.
 
     Args:
@@ -54,7 +54,7 @@ class CompiledRegions:
         device: where they compute.
         probes_gradients: whether gradients are looked at too.
 
-    Memory: 64 bytes per module on the device.
+    StorageTracker: 64 bytes per module on the device.
     """
 
     def __init__(self, layers: list[str], device: torch.device, probes_gradients: bool) -> None:
@@ -62,28 +62,28 @@ class CompiledRegions:
         self._probes_gradients = probes_gradients
         self._empty = torch.tensor([math.inf, -math.inf], dtype=torch.float64, device=device).repeat(len(layers), 4, 1)
         self._values = self._empty.clone()
-        self._places = [[_own_storage(place) for place in row] for row in self._values]
+        self._accumulators = [[_own_storage(accumulator) for accumulator in row] for row in self._values]
         self._index = {layer: index for index, layer in enumerate(layers)}
 
-    def before(self, layer: str) -> Places:
+    def before(self, layer: str) -> MinMaxAccumulators:
         """For the hook before a module."""
-        taken, _, gradient, _ = self._places[self._index[layer]]
-        return Places(taken, gradient if self._probes_gradients else None)
+        taken, _, gradient, _ = self._accumulators[self._index[layer]]
+        return MinMaxAccumulators(taken, gradient if self._probes_gradients else None)
 
-    def after(self, layer: str) -> Places:
+    def after(self, layer: str) -> MinMaxAccumulators:
         """For the hook after a module."""
-        _, given, _, gradient = self._places[self._index[layer]]
-        return Places(given, gradient if self._probes_gradients else None)
+        _, given, _, gradient = self._accumulators[self._index[layer]]
+        return MinMaxAccumulators(given, gradient if self._probes_gradients else None)
 
-    def move_to(self, board: Board, micro_batch: int) -> None:
+    def move_to(self, slots: SlotBuffer, micro_batch: int) -> None:
         """The micro-batch has ended: its slots to the board, empty ones instead. Two kernels, no host read."""
-        notes = [RegionNote(layer, micro_batch, what) for layer in self.layers for what in KINDS]
-        board.fill(self._values.view(-1, 2), notes)
+        sources = [CompiledSource(layer, micro_batch, what) for layer in self.layers for what in ACCUMULATED]
+        slots.fill(self._values.view(-1, 2), sources)
         self._values.copy_(self._empty)
 
 
-def _own_storage(place: Tensor) -> Tensor:
-    own: Tensor = torch.utils.dlpack.from_dlpack(place)
+def _own_storage(accumulator: Tensor) -> Tensor:
+    own: Tensor = torch.utils.dlpack.from_dlpack(accumulator)
     torch._dynamo.mark_static_address(own, guard=False)  # captured graphs then write to it without a copy
     return own
 
@@ -111,32 +111,32 @@ def is_transformed() -> bool:
 is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def stick(places: Places, value: Any) -> None:
+def accumulate(accumulators: MinMaxAccumulators, value: Any) -> None:
     """Traced: minimum and maximum of every floating tensor in a container, and of its gradient.
 
     Leaf tensors get no hook: it would be registered anew in every call, and stay.
     """
     if isinstance(value, Tensor):
         if value.dtype in _REDUCIBLE and value.numel() > 0 and not is_transformed():
-            _stick(places.values, value)
-            if places.gradients is not None and value.requires_grad and not value.is_leaf:
-                value.register_hook(_sticker(places.gradients))  # type: ignore[no-untyped-call]  # torch's own
+            _accumulate(accumulators.values, value)
+            if accumulators.gradients is not None and value.requires_grad and not value.is_leaf:
+                value.register_hook(_accumulator_hook(accumulators.gradients))  # type: ignore[no-untyped-call]  # torch's own
     elif isinstance(value, (tuple, list)):
         for item in value:
-            stick(places, item)
+            accumulate(accumulators, item)
     elif isinstance(value, dict):
         for item in value.values():
-            stick(places, item)
+            accumulate(accumulators, item)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for name in value.__dataclass_fields__:
-            stick(places, getattr(value, name, None))
+            accumulate(accumulators, getattr(value, name, None))
 
 
-def _sticker(place: Tensor) -> Callable[[Tensor], None]:
-    return lambda gradient: _stick(place, gradient)
+def _accumulator_hook(accumulator: Tensor) -> Callable[[Tensor], None]:
+    return lambda gradient: _accumulate(accumulator, gradient)
 
 
-def _stick(place: Tensor, value: Tensor) -> None:
+def _accumulate(accumulator: Tensor, value: Tensor) -> None:
     low, high = torch.aminmax(value.detach())
-    both = torch.stack((torch.minimum(place[0], low), torch.maximum(place[1], high)))
-    place.data.copy_(both)  # checkpointing takes the place for an input and minds its version
+    both = torch.stack((torch.minimum(accumulator[0], low), torch.maximum(accumulator[1], high)))
+    accumulator.data.copy_(both)  # checkpointing takes the place for an input and minds its version

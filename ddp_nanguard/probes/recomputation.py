@@ -24,9 +24,9 @@ from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 
 from .backward import BackwardProbe
-from .calls import Call, Sighting
+from .calls import ModuleCall, TensorRecord
 
-Gradless = list[tuple[int, Call]]
+Gradless = list[tuple[int, ModuleCall]]
 """Calls without grad mode, in order, each with the number that autograd would have given a node then."""
 
 
@@ -43,14 +43,14 @@ class _Run:
         self.backward_pass = backward_pass
         self.node = node
         self.gradless: Gradless = []
-        self._stack: list[tuple[str, Call | None]] = []
+        self._stack: list[tuple[str, ModuleCall | None]] = []
         self._counts: Counter[tuple[int, str]] = Counter()
         self._first = first
         self._start = len(first)
         if isinstance(node, BackwardCFunction):
             self._start = bisect_right(first, node._sequence_nr(), key=itemgetter(0))
 
-    def begin(self, layer: str) -> Call | None:
+    def begin(self, layer: str) -> ModuleCall | None:
         """The call that is repeated: the k-th one of a layer is the k-th original one in the same call."""
         call = self._original(layer)
         self._stack.append((layer, call))
@@ -58,7 +58,7 @@ class _Run:
             self.gradless.append((_next_number(), call))
         return call
 
-    def end(self, layer: str) -> Call | None:
+    def end(self, layer: str) -> ModuleCall | None:
         """A call that ended early (non-reentrant checkpointing stops when it has enough) may never get here."""
         while self._stack:
             name, call = self._stack.pop()
@@ -66,7 +66,7 @@ class _Run:
                 return call
         return None
 
-    def _original(self, layer: str) -> Call | None:
+    def _original(self, layer: str) -> ModuleCall | None:
         around = self._stack[-1][1] if self._stack else None
         if self._stack and around is None:
             return None
@@ -75,7 +75,7 @@ class _Run:
         self._counts[key] += 1
         return next((c for number, c in enumerate(originals, 1) if number == self._counts[key]), None)
 
-    def _block(self) -> Iterator[Call]:
+    def _block(self) -> Iterator[ModuleCall]:
         """The calls from the block's first one on that ran where it did."""
         if self._start < len(self._first) and torch.is_grad_enabled():
             around = self._first[self._start][1].parent
@@ -92,9 +92,9 @@ class Recomputation:
         self._backward = backward
         self._gradless: Gradless = []
         self._runs: list[_Run] = []
-        self._seen: dict[int, Sighting] = {}
+        self._seen: dict[int, TensorRecord] = {}
 
-    def forget_window(self) -> None:
+    def release_window(self) -> None:
         """Drop the calls of the original forwards."""
         self._gradless = []
 
@@ -103,7 +103,7 @@ class Recomputation:
         self._runs = []
         self._seen = {}
 
-    def note(self, call: Call) -> None:
+    def note(self, call: ModuleCall) -> None:
         """A call of the original forward begins without grad mode, as the blocks of reentrant checkpoints do."""
         self._gradless.append((_next_number(), call))
 
@@ -117,13 +117,13 @@ class Recomputation:
         call = self._run().begin(layer)
         if call is not None:
             for tensor in inputs:
-                self._take(call, tensor)
+                self._record_input(call, tensor)
 
     def after(self, layer: str, outputs: list[Tensor]) -> None:
         """It has run."""
         call = self._run().end(layer)
         if call is not None:
-            self._give(call, outputs)
+            self._record_output(call, outputs)
 
     def _run(self) -> _Run:
         """The one that goes on, or a new one within what is left of those before it."""
@@ -141,18 +141,18 @@ class Recomputation:
         while self._runs and self._runs[-1].backward_pass >= backward_pass:
             self._runs.pop()
 
-    def _take(self, call: Call, tensor: Tensor) -> None:
+    def _record_input(self, call: ModuleCall, tensor: Tensor) -> None:
         seen = self._sighting(call, tensor, "input")
         seen.consumers.append(call)
         call.inputs.append(seen)
 
-    def _give(self, call: Call, outputs: list[Tensor]) -> None:
+    def _record_output(self, call: ModuleCall, outputs: list[Tensor]) -> None:
         call.outputs += [self._sighting(call, tensor, "output") for tensor in outputs]
 
-    def _sighting(self, call: Call, tensor: Tensor, slot: str) -> Sighting:
+    def _sighting(self, call: ModuleCall, tensor: Tensor, slot: str) -> TensorRecord:
         seen = self._seen.get(id(tensor))
         if seen is None or not seen.is_still(tensor):
-            seen = self._seen[id(tensor)] = Sighting(tensor, call, slot)
+            seen = self._seen[id(tensor)] = TensorRecord(tensor, call, slot)
         if not seen.is_watched and tensor.grad_fn is not None:  # a block's output gets its graph after the block
             seen.is_watched = True
             self._backward.watch(tensor, seen)

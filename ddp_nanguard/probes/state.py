@@ -10,16 +10,16 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ddp_nanguard.board import Board, Region
+from .slots import SlotBuffer, SlotRole
 
 _NEVER_INFINITE = frozenset({"lr", "weight_decay", "momentum", "dampening", "eps", "betas", "alpha", "rho", "lr_decay"})
 
-Kind = Literal["parameter", "buffer", "optimizer state", "hyper-parameter"]
+StateKind = Literal["parameter", "buffer", "optimizer state", "hyper-parameter"]
 When = Literal["before", "update", "written", "doomed"]
 
 
 @dataclass(frozen=True, slots=True)
-class StateNote:
+class StateSource:
     """Note of a piece of state.
 
     Attributes:
@@ -28,7 +28,7 @@ class StateNote:
             overwritten by another rank's (buffers).
     """
 
-    kind: Kind
+    kind: StateKind
     name: str
     when: When
 
@@ -44,14 +44,14 @@ class StateProbe:
 
     def __init__(
         self,
-        board: Board,
+        slots: SlotBuffer,
         parameters: list[tuple[str, nn.Parameter]],
         named_buffers: Callable[[], list[tuple[str, Tensor]]],
         optimizers: list[torch.optim.Optimizer],
         local: Callable[[Tensor], Tensor],
         is_ignored: Callable[[str], bool],
     ) -> None:
-        self.board = board
+        self.slots = slots
         self.registered: dict[str, nn.Module] = {}
         self._names = {id(parameter): name for name, parameter in parameters}
         self._parameters = parameters
@@ -59,8 +59,8 @@ class StateProbe:
         self._optimizers = optimizers
         self._local = local
         self._is_ignored = is_ignored
-        self._notes: dict[tuple[Kind, When], dict[str, StateNote | None]] = {}
-        self._updated: dict[int, tuple[list[int], list[tuple[nn.Parameter, StateNote]]]] = {}
+        self._sources: dict[tuple[StateKind, When], dict[str, StateSource | None]] = {}
+        self._updated: dict[int, tuple[list[int], list[tuple[nn.Parameter, StateSource]]]] = {}
 
     # -- what is there -----------------------------------------------------------------------------------------------
 
@@ -111,63 +111,63 @@ class StateProbe:
 
     # -- looking at it -------------------------------------------------------------------------------------------------
 
-    def see_before(self) -> None:
+    def probe_before_first_step(self) -> None:
         """Parameters and optimizer state before the first step."""
-        self._see("parameter", "before", self.parameters())
-        self.see_optimizer_state()
+        self._probe("parameter", "before", self.parameters())
+        self.probe_optimizer_state()
 
-    def see_doomed_buffers(self) -> None:
+    def probe_buffers_before_broadcast(self) -> None:
         """Buffers that DDP is about to overwrite with rank 0's: a remark, no trigger."""
-        self._see("buffer", "doomed", iter(self._named_buffers()))
+        self._probe("buffer", "doomed", iter(self._named_buffers()))
 
-    def see_buffers_before(self) -> None:
+    def probe_buffers_before_first_step(self) -> None:
         """Buffers before the first step."""
-        self._see("buffer", "before", self.buffers())
+        self._probe("buffer", "before", self.buffers())
 
-    def see_optimizer_state(self) -> None:
+    def probe_optimizer_state(self) -> None:
         """One pass over the optimizer state."""
-        self._see("optimizer state", "before", self.optimizer_state())
+        self._probe("optimizer state", "before", self.optimizer_state())
 
-    def see_update(self, optimizer: torch.optim.Optimizer) -> None:
+    def probe_update(self, optimizer: torch.optim.Optimizer) -> None:
         """The weights that an optimizer has just updated; they ride with the next verdict."""
-        for parameter, note in self._updated_by(optimizer):
-            self.board.reduce(Region.STATE, self._local(parameter), note)
+        for parameter, source in self._updated_by(optimizer):
+            self.slots.reduce(SlotRole.STATE, self._local(parameter), source)
 
-    def _updated_by(self, optimizer: torch.optim.Optimizer) -> list[tuple[nn.Parameter, StateNote]]:
+    def _updated_by(self, optimizer: torch.optim.Optimizer) -> list[tuple[nn.Parameter, StateSource]]:
         """Made anew only when the optimizer has got other parameters."""
         present = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-        known, notes = self._updated.get(id(optimizer), ([], []))
+        known, sources = self._updated.get(id(optimizer), ([], []))
         if known != present:
             named = self.named_parameters_of(optimizer)
-            notes = [(p, StateNote("parameter", name, "update")) for name, p in named if not self._is_ignored(name)]
-            self._updated[id(optimizer)] = (present, notes)
-        return notes
+            sources = [(p, StateSource("parameter", name, "update")) for name, p in named if not self._is_ignored(name)]
+            self._updated[id(optimizer)] = (present, sources)
+        return sources
 
-    def see_written_buffers(self) -> None:
+    def probe_buffers_after_forward(self) -> None:
         """Buffers after the forwards of the window, and everything of registered modules."""
-        self._see("buffer", "written", self.buffers())
+        self._probe("buffer", "written", self.buffers())
         for prefix, module in self.registered.items():
             named = ((f"{prefix}.{name}", parameter) for name, parameter in module.named_parameters())
-            self._see("parameter", "written", named)
+            self._probe("parameter", "written", named)
 
-    def see_hyper_parameters(self) -> bool:
+    def probe_hyper_parameters(self) -> bool:
         """Whether a number is bad that the host holds; tensors are probed on the device."""
         bad = False
         for name, value in self.hyper_parameters():
             if isinstance(value, Tensor):
-                self.board.reduce(Region.STATE, value, StateNote("hyper-parameter", name, "before"))
+                self.slots.reduce(SlotRole.STATE, value, StateSource("hyper-parameter", name, "before"))
             else:
                 bad = bad or is_bad_number(name, value)
         return bad
 
-    def _see(self, kind: Kind, when: When, named: Iterator[tuple[str, Tensor]]) -> None:
-        region = Region.REMARK if when == "doomed" else (Region.BUFFER if kind == "buffer" else Region.STATE)
-        notes = self._notes.setdefault((kind, when), {})
+    def _probe(self, kind: StateKind, when: When, named: Iterator[tuple[str, Tensor]]) -> None:
+        role = SlotRole.WARN if when == "doomed" else (SlotRole.BUFFER if kind == "buffer" else SlotRole.STATE)
+        sources = self._sources.setdefault((kind, when), {})
         for name, tensor in named:
-            if name not in notes:
-                notes[name] = None if self._is_ignored(name) else StateNote(kind, name, when)
-            if (note := notes[name]) is not None:
-                self.board.reduce(region, self._local(tensor), note)
+            if name not in sources:
+                sources[name] = None if self._is_ignored(name) else StateSource(kind, name, when)
+            if (source := sources[name]) is not None:
+                self.slots.reduce(role, self._local(tensor), source)
 
 
 def is_bad_number(name: str, value: float) -> bool:

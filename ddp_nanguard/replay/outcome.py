@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddp_nanguard.capture.window import MicroBatch
 from ddp_nanguard.dump.manifest import settings, versions
 from ddp_nanguard.dump.read import Dump
-from ddp_nanguard.message import what
-from ddp_nanguard.site import Phase, Site
-from ddp_nanguard.window import MicroBatch
+from ddp_nanguard.report.messages import what
+from ddp_nanguard.report.types import Phase, Site
 
-from .rerun import Rerun
+from .run_step import StepResult
 
 
 class Outcome(enum.StrEnum):
@@ -81,12 +81,12 @@ class Result:
         }
 
 
-def cannot(rank: int, recorded: Site | None, reason: str) -> Result:
+def not_replayable(rank: int, recorded: Site | None, reason: str) -> Result:
     """The dump does not hold what this replay would need."""
     return Result(rank, Outcome.CANNOT, recorded=recorded, reason=reason)
 
 
-def why_not(dump: Dump, alone: bool) -> str | None:
+def why_not_replayable(dump: Dump, alone: bool) -> str | None:
     """Why this replay cannot answer, and what would be needed; None if it can."""
     origin = dump.report.origin
     if origin is None:
@@ -122,7 +122,7 @@ EAGER_NOW = "compiled by torch.compile then, eager now"
 
 
 def compare(
-    dump: Dump, rank: int, recorded: list[MicroBatch], again: Rerun, alone: bool, compiled: bool = True
+    dump: Dump, rank: int, recorded: list[MicroBatch], again: StepResult, alone: bool, compiled: bool = True
 ) -> Result:
     """The outcome of one rank's rerun; ``compiled``: whether its model is, if that of training was."""
     then = first_own_site(dump, rank, alone)
@@ -142,7 +142,12 @@ def compare(
 def _came_by_reduce(dump: Dump, rank: int, site: Site | None) -> bool:
     """Whether a gradient was seen only after communication: clipped, it was read once more before the update."""
     read_late = site is not None and site.phase is Phase.BACKWARD and site.micro_batch is None
-    return read_late and site is not None and site.taken_in == "unchecked" and bool(dump.evidence(rank)["reduced_in"])
+    return (
+        read_late
+        and site is not None
+        and site.input_kind == "unchecked"
+        and bool(dump.evidence(rank)["reduced_micro_batches"])
+    )
 
 
 def first_own_site(dump: Dump, rank: int, alone: bool) -> Site | None:
@@ -188,7 +193,7 @@ def _elsewhere(result: Result, same_place: bool, now: Site | None) -> str:
     return f"now first at {now.phase!s} · {what(now)}; {agreement}"
 
 
-def _compare_slots(dump: Dump, rank: int, again: Rerun, alone: bool, result: Result) -> None:
+def _compare_slots(dump: Dump, rank: int, again: StepResult, alone: bool, result: Result) -> None:
     history = dump.history(rank)
     recorded = list(zip(history["fault.labels"].tolist(), history["fault.values"].tolist(), strict=True))
     reduced = False
@@ -215,7 +220,7 @@ def _compare_slots(dump: Dump, rank: int, again: Rerun, alone: bool, result: Res
     result.factor = _common_factor(recorded, again)
 
 
-def _common_factor(recorded: list[Any], again: Rerun) -> str | None:
+def _common_factor(recorded: list[Any], again: StepResult) -> str | None:
     """Training that backpropagated ``loss / 2`` has every gradient at half of what the recipe's loss gives."""
     ratios: list[float] = []
     for label, then in recorded:
@@ -228,7 +233,7 @@ def _common_factor(recorded: list[Any], again: Rerun) -> str | None:
     return f"gradients were {ratios[0]:.4g} times these: training backpropagated another loss; let step return that one"
 
 
-def _find_extra_slots(recorded: list[Any], again: Rerun, alone: bool, result: Result) -> None:
+def _find_extra_slots(recorded: list[Any], again: StepResult, alone: bool, result: Result) -> None:
     """A step that runs more than was recorded is not the same step."""
     known = {label for label, _ in recorded}
     if _was_traced(known):
@@ -260,7 +265,7 @@ def _readable(label: str) -> str:
     return f"{parts[0]} · gradient of {parts[2]}"
 
 
-def _compare_losses(recorded: list[MicroBatch], again: Rerun, result: Result) -> None:
+def _compare_losses(recorded: list[MicroBatch], again: StepResult, result: Result) -> None:
     for micro_batch in recorded:
         for name, then in micro_batch.losses.items():
             now = again.losses.get((micro_batch.index, name))

@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from ddp_nanguard.dump.read import Dump
 from ddp_nanguard.errors import DumpError
-from ddp_nanguard.pieces import Piece
+from ddp_nanguard.tensors.shards import TensorShard
 from ddp_nanguard.wrappers import Wrapper, wrap_like, wrapper_of
 
 from .recipe import Recipe
@@ -122,22 +122,22 @@ def _fill_weights(dump: Dump, rank: int, wrapper: Wrapper) -> None:
     if not dump.manifest["options"]["dump_weights"]:
         raise DumpError(f"{dump.path} was written with dump_weights=False: it holds no weights to replay with")
     for name, parameter in wrapper.named_parameters():
-        _fill(dump, rank, wrapper.pieces("model.", name, parameter, parameter))
+        _fill(dump, rank, wrapper.shards("model.", name, parameter, parameter))
 
 
-def _fill(dump: Dump, rank: int, pieces: list[Piece]) -> None:
+def _fill(dump: Dump, rank: int, shards: list[TensorShard]) -> None:
     special: dict[str, Tensor] | None = None
-    for piece in pieces:
+    for shard in shards:
         try:
-            whole = dump.load_state([piece.name], rank)[piece.name]
+            whole = dump.load_state([shard.name], rank)[shard.name]
         except DumpError:
             special = dump.special(rank) if special is None else special
-            if piece.name not in special:
+            if shard.name not in special:
                 raise
-            whole = special[piece.name]
-        region = tuple(slice(o, o + size) for o, size in zip(piece.offsets, piece.tensor.shape, strict=True))
+            whole = special[shard.name]
+        region = tuple(slice(o, o + size) for o, size in zip(shard.offsets, shard.tensor.shape, strict=True))
         with torch.no_grad():
-            piece.tensor.copy_(whole.reshape(piece.stored_shape)[region])
+            shard.tensor.copy_(whole.reshape(shard.stored_shape)[region])
 
 
 def _fill_buffers(dump: Dump, rank: int, wrapper: Wrapper) -> None:
@@ -150,7 +150,7 @@ def _fill_buffers(dump: Dump, rank: int, wrapper: Wrapper) -> None:
 
 def _set_modes(dump: Dump, rank: int, wrapper: Wrapper) -> None:
     evidence = dump.evidence(rank)
-    in_eval, frozen = set(evidence["in_eval"]), set(evidence["frozen"])
+    in_eval, frozen = set(evidence["eval_modules"]), set(evidence["frozen_parameters"])
     for name, module in wrapper.named_modules():
         module.training = name not in in_eval
     for name, parameter in wrapper.named_parameters():
@@ -238,7 +238,7 @@ def _state_keys(dump: Dump, rank: int, index: int) -> dict[str, list[str]]:
 
 def _keys_of_flat(wrapper: Wrapper, name: str, parameter: Tensor, keys: dict[str, list[str]]) -> list[str]:
     """The keys of a flat parameter are those of the original parameters in it."""
-    originals = [piece.name for piece in wrapper.pieces("", name, parameter, parameter)]
+    originals = [shard.name for shard in wrapper.shards("", name, parameter, parameter)]
     return list(dict.fromkeys(key for original in originals for key in keys.get(original, [])))
 
 
@@ -257,14 +257,14 @@ def _state_tensor(
     if f"{prefix}{name}{suffix}" in special:
         return special[f"{prefix}{name}{suffix}"]
     own = [f"{prefix}{name}{suffix}"]
-    cut = [piece.name for piece in wrapper.pieces(prefix, name, parameter, parameter, suffix)]
+    cut = [shard.name for shard in wrapper.shards(prefix, name, parameter, parameter, suffix)]
     known = dump.described(rank)
     stored = next(each for each in (*own, *cut) if each in known)
     shape, dtype = known[stored]
     if shape == () and stored == own[0]:
         return dump.load_state([stored], rank)[stored]
     tensor = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-    _fill(dump, rank, wrapper.pieces(prefix, name, parameter, tensor, suffix))
+    _fill(dump, rank, wrapper.shards(prefix, name, parameter, tensor, suffix))
     return tensor.detach()
 
 
@@ -283,16 +283,16 @@ def _scaler(dump: Dump, wrapper: Wrapper, device: torch.device) -> GradScaler | 
     return scaler
 
 
-def recorded_gradients(rebuilt: Rebuilt) -> Iterator[tuple[nn.Parameter, list[Piece], Tensor]]:
+def recorded_gradients(rebuilt: Rebuilt) -> Iterator[tuple[nn.Parameter, list[TensorShard], Tensor]]:
     """For the replay of an update: each parameter with a zeroed gradient, and the pieces to fill."""
     names = set(rebuilt.dump.names())
     for name, parameter in rebuilt.wrapper.named_parameters():
         gradient = torch.zeros_like(parameter, requires_grad=False)
-        pieces = rebuilt.wrapper.pieces("grad.", name, parameter, gradient)
-        if any(piece.name in names for piece in pieces):
-            yield parameter, pieces, gradient
+        shards = rebuilt.wrapper.shards("grad.", name, parameter, gradient)
+        if any(shard.name in names for shard in shards):
+            yield parameter, shards, gradient
 
 
-def fill_pieces(rebuilt: Rebuilt, pieces: list[Piece]) -> None:
+def fill_shards(rebuilt: Rebuilt, shards: list[TensorShard]) -> None:
     """Copy stored values into the tensors that the pieces view."""
-    _fill(rebuilt.dump, rebuilt.rank, pieces)
+    _fill(rebuilt.dump, rebuilt.rank, shards)

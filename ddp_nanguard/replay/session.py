@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddp_nanguard.dump.pack import unbuilt_type
+from ddp_nanguard.capture.window import MicroBatch
+from ddp_nanguard.dump.batch_codec import unregistered_type
 from ddp_nanguard.dump.read import Dump, open_dump
 from ddp_nanguard.errors import DumpError
-from ddp_nanguard.site import Phase
-from ddp_nanguard.window import MicroBatch
+from ddp_nanguard.report.types import Phase
 
-from .outcome import Result, cannot, compare, first_own_site, why_not
+from .outcome import Result, compare, first_own_site, not_replayable, why_not_replayable
 from .rebuild import Rebuilt, apply_settings, rebuild
 from .recipe import Recipe, load_recipe
-from .rerun import Rerun, rerun
+from .run_step import StepResult, run_step
 
 Change = Callable[[Rebuilt, list[MicroBatch]], "contextlib.AbstractContextManager[Any]"]
 
@@ -65,7 +65,7 @@ class Session:
         step: Callable[[Any], Any] | None = None,
         around: Change | None = None,
         keep: Callable[[list[MicroBatch]], list[MicroBatch]] | None = None,
-    ) -> Rerun:
+    ) -> StepResult:
         """The step once more.
 
         Args:
@@ -83,7 +83,7 @@ class Session:
         with self.dump.telling(self.rank, speaks=self.alone or self.rank == 0):
             rebuilt = rebuild(self.dump, self.rank, recipe, self.device, alone=self.alone)
         with contextlib.nullcontext() if around is None else around(rebuilt, window):
-            return rerun(rebuilt, window, alone=self.alone)
+            return run_step(rebuilt, window, alone=self.alone)
 
     def plain(self) -> Result:
         """The replay as it ran in training, compared with the record."""
@@ -103,9 +103,9 @@ def open_session(paths: Sequence[str], rank: int | None, recipe_name: str | None
         DumpError: the dump, the rank or the recipe cannot be used.
     """
     dump = open_dump(paths)
-    chosen = rank if rank is not None else culprit(dump)
+    chosen = rank if rank is not None else origin_rank(dump)
     session = Session(dump, chosen, device_for(device), recipe_name)
-    reason = why_not(dump, alone=True)
+    reason = why_not_replayable(dump, alone=True)
     if reason is None:
         session.first_recipe = named_recipe(dump, recipe_name)
         apply_settings(dump)
@@ -113,10 +113,10 @@ def open_session(paths: Sequence[str], rank: int | None, recipe_name: str | None
         reason = (
             what_needs_peers(dump, recipe)
             or what_needs_optimizer(dump, recipe)
-            or unbuilt_batch(session.window(recipe))
+            or unregistered_batch(session.window(recipe))
         )
     if reason is not None:
-        session.obstacle = cannot(chosen, first_own_site(dump, chosen, alone=True), reason)
+        session.obstacle = not_replayable(chosen, first_own_site(dump, chosen, alone=True), reason)
     return session
 
 
@@ -141,7 +141,7 @@ def is_compiled(model: nn.Module) -> bool:
 # -- what a replay needs -----------------------------------------------------------------------------------------------
 
 
-def culprit(dump: Dump) -> int:
+def origin_rank(dump: Dump) -> int:
     """The rank where the fault began; the first rank where nobody began it."""
     origin = dump.report.origin
     return origin.rank if origin is not None and origin.rank is not None else dump.ranks[0]
@@ -200,10 +200,10 @@ def _named_device(name: str) -> torch.device:
     return device
 
 
-def unbuilt_batch(window: list[MicroBatch]) -> str | None:
+def unregistered_batch(window: list[MicroBatch]) -> str | None:
     """Why a batch cannot be handed to the recipe: the first class in it that nobody rebuilds."""
     for micro_batch in window:
-        name = unbuilt_type(micro_batch.batch)
+        name = unregistered_type(micro_batch.batch)
         if name is not None:
             remedy = f'give Recipe(batch_types={{"{name}": {name}}})'
             return f"the batch holds a {name}, which is not rebuilt by itself: {remedy}"

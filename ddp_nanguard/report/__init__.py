@@ -1,1 +1,1 @@
-"""What a person reads about a fault."""
+"""What is said about a fault."""

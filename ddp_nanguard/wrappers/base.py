@@ -21,8 +21,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from ddp_nanguard.hooks import Hook
-from ddp_nanguard.pieces import Piece
+from ddp_nanguard.hooks.weak import WeakHook
+from ddp_nanguard.tensors.shards import TensorShard
 
 OnGradient = Callable[[str, torch.Tensor], None]
 """Called with the clean name of an original parameter and its rank-local gradient."""
@@ -117,7 +117,7 @@ def _nobody(name: str, gradient: torch.Tensor) -> None:
     return None
 
 
-class LeafHook(Hook):
+class LeafHook(WeakHook):
     """Post-accumulate hook of one parameter."""
 
     __slots__ = ("name",)
@@ -151,7 +151,7 @@ class GradientWatch:
         self._armed = False
         self._leaves: dict[str, tuple[torch.Tensor, RemovableHandle]] = {}
 
-    def arm(self) -> None:
+    def install_hooks(self) -> None:
         """Put the hooks on; does nothing to those that are on."""
         if self.on_gradient is _nobody:
             return
@@ -159,7 +159,7 @@ class GradientWatch:
         for name, parameter in self._wrapper.leaves():
             self.hook_leaf(name, parameter)
 
-    def disarm(self) -> None:
+    def remove_hooks(self) -> None:
         """Take every hook off."""
         self._armed = False
         for _, handle in self._leaves.values():
@@ -168,7 +168,7 @@ class GradientWatch:
 
     def remove(self) -> None:
         """Take every hook off for good."""
-        self.disarm()
+        self.remove_hooks()
         self.on_gradient = _nobody
 
     def report(self, name: str, gradient: torch.Tensor) -> None:
@@ -185,7 +185,7 @@ class GradientWatch:
             hooked[1].remove()
             del self._leaves[name]
         if parameter.requires_grad and not nn.parameter.is_lazy(parameter):
-            register: Callable[[Hook], RemovableHandle] = parameter.register_post_accumulate_grad_hook
+            register: Callable[[WeakHook], RemovableHandle] = parameter.register_post_accumulate_grad_hook
             handle = register(LeafHook(self, name))
             self._leaves[name] = (parameter, handle)
 
@@ -248,14 +248,14 @@ class Wrapper(ABC):
         Host sync: none.
         """
         watch = GradientWatch(self, on_gradient)
-        watch.arm()
+        watch.install_hooks()
         return watch
 
     @abstractmethod
     def will_reduce(self) -> bool:
         """Whether the backward now running communicates gradients."""
 
-    def local_gradients_may_wait(self) -> int | None:
+    def pending_gradient_bytes(self) -> int | None:
         """How many bytes of rank-local gradients may be kept until the callbacks of the backward run, unchanged.
 
         0 where they change before, None where they are kept anyway.
@@ -284,9 +284,9 @@ class Wrapper(ABC):
             tensor = tensor._local_tensor  # what `to_local` gives without grad mode, less a parameter made around it
         return tensor.detach() if tensor.requires_grad else tensor
 
-    def pieces(
+    def shards(
         self, prefix: str, name: str, parameter: torch.Tensor, tensor: torch.Tensor, suffix: str = ""
-    ) -> list[Piece]:
+    ) -> list[TensorShard]:
         """The pieces of ``tensor`` that this rank holds, named ``prefix + original parameter name + suffix``.
 
         Args:
@@ -301,8 +301,8 @@ class Wrapper(ABC):
         """
         full_name = f"{prefix}{name}{suffix}"
         if isinstance(parameter, DTensor) or isinstance(tensor, DTensor):
-            return dtensor_pieces(full_name, parameter, tensor)
-        return [Piece.whole(full_name, tensor)] if tensor.numel() else []
+            return dtensor_shards(full_name, parameter, tensor)
+        return [TensorShard.whole(full_name, tensor)] if tensor.numel() else []
 
     def all_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """True shape and dtype of every original parameter, also of those that this rank holds nothing of."""
@@ -391,7 +391,7 @@ class ShardedWrapper(Wrapper):
         return self._position()[2]
 
 
-def dtensor_pieces(name: str, parameter: torch.Tensor, tensor: torch.Tensor) -> list[Piece]:
+def dtensor_shards(name: str, parameter: torch.Tensor, tensor: torch.Tensor) -> list[TensorShard]:
     """The local part of a DTensor, or of a plain tensor that lies like the DTensor ``parameter``; none where empty."""
     layout = tensor if isinstance(tensor, DTensor) else parameter
     assert isinstance(layout, DTensor)
@@ -402,15 +402,15 @@ def dtensor_pieces(name: str, parameter: torch.Tensor, tensor: torch.Tensor) -> 
             f"{name} has local shape {tuple(local.shape)}, its parameter {tuple(expected.shape)} with placements "
             f"{layout.placements}: which part of the whole it is cannot be told; keep it as a tensor of this rank"
         )
-    return dtensor_piece(name, layout, local)
+    return dtensor_shard(name, layout, local)
 
 
-def dtensor_piece(name: str, layout: DTensor, local: torch.Tensor) -> list[Piece]:
+def dtensor_shard(name: str, layout: DTensor, local: torch.Tensor) -> list[TensorShard]:
     """``local`` placed where this rank's part of ``layout`` lies."""
     shape = tuple(layout.shape)
     if local.numel() == 0:
         return []
     if not shape:
-        return [Piece.whole(name, local)]
+        return [TensorShard.whole(name, local)]
     _, offsets = compute_local_shape_and_global_offset(shape, layout.device_mesh, layout.placements)
-    return [Piece(name, local.detach(), shape, tuple(offsets), shape)]
+    return [TensorShard(name, local.detach(), shape, tuple(offsets), shape)]

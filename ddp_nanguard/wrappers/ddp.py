@@ -46,7 +46,7 @@ class DDPWrapper(Wrapper):
         """
         return bool(self._ddp.require_forward_param_sync) and self._ddp.process_group.size() > 1
 
-    def local_gradients_may_wait(self) -> int | None:
+    def pending_gradient_bytes(self) -> int | None:
         """DDP reduces copies of them, unless they are views into its buckets, and puts the means back at the end."""
         ddp = self._ddp
         is_view = ddp.gradient_as_bucket_view or bool(getattr(ddp, "_delay_all_reduce_params", ()))

@@ -32,8 +32,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle
 from torch.utils.hooks import RemovableHandle
 
-from ddp_nanguard.hooks import Hook
-from ddp_nanguard.pieces import Piece
+from ddp_nanguard.hooks.weak import WeakHook
+from ddp_nanguard.tensors.shards import TensorShard
 
 from .base import GradientWatch, OnGradient, ShardedWrapper, dtype_name, dtype_named, join, paths
 from .plain import PlainWrapper
@@ -85,7 +85,7 @@ class FSDP1Wrapper(ShardedWrapper):
     def watch_local_gradients(self, on_gradient: OnGradient) -> GradientWatch:
         """See `Wrapper.watch_local_gradients` and [Note: FSDP1 gradients]."""
         watch = FSDP1Watch(self, on_gradient)
-        watch.arm()
+        watch.install_hooks()
         return watch
 
     def will_reduce(self) -> bool:
@@ -108,17 +108,17 @@ class FSDP1Wrapper(ShardedWrapper):
                 yield attribute, original.flat._params[original.index]
         yield from ((name, p) for name, p in super().own_parameters(module) if name not in managed)
 
-    def pieces(
+    def shards(
         self, prefix: str, name: str, parameter: torch.Tensor, tensor: torch.Tensor, suffix: str = ""
-    ) -> list[Piece]:
+    ) -> list[TensorShard]:
         """See `Wrapper.pieces` and [Note: flat ranges]: one flat range per original parameter."""
         if name in self._originals:
             return _range_of_one(f"{prefix}{name}{suffix}", self._originals[name], tensor)
         if not hasattr(parameter, "_is_flat_param"):
-            return super().pieces(prefix, name, parameter, tensor, suffix)
+            return super().shards(prefix, name, parameter, tensor, suffix)
         originals = [(n, o) for n, o in self._originals.items() if o.flat is parameter]
         shard = getattr(tensor, "_local_shard", tensor)  # while gathered, a flat parameter's own data is the whole
-        return [piece for n, o in originals for piece in _range_of_flat(f"{prefix}{n}{suffix}", o, shard)]
+        return [shard for n, o in originals for shard in _range_of_flat(f"{prefix}{n}{suffix}", o, shard)]
 
     def all_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """See `Wrapper.all_shapes`."""
@@ -158,7 +158,7 @@ class FSDP1Wrapper(ShardedWrapper):
         return found.pop() if len(found) == 1 else (dist.get_rank(), dist.get_world_size(), 0)
 
 
-class ViewHook(Hook):
+class ViewHook(WeakHook):
     """Gradient hook of one view."""
 
     __slots__ = ("name",)
@@ -173,7 +173,7 @@ class ViewHook(Hook):
             watch.report(self.name, gradient)
 
 
-class ViewsHook(Hook):
+class ViewsHook(WeakHook):
     """Forward pre-hook of the module inside an FSDP1 unit."""
 
     __slots__ = ("position",)
@@ -199,16 +199,16 @@ class FSDP1Watch(GradientWatch):
         self._pre_hooks: list[RemovableHandle] = []
         self._views: dict[str, RemovableHandle] = {}
 
-    def arm(self) -> None:
+    def install_hooks(self) -> None:
         """See `GradientWatch.arm`."""
-        super().arm()
+        super().install_hooks()
         if self._armed and not self._pre_hooks:
             hooks = [(module, ViewsHook(self, position)) for position, module in enumerate(self._inner)]
             self._pre_hooks = [module.register_forward_pre_hook(hook) for module, hook in hooks]
 
-    def disarm(self) -> None:
+    def remove_hooks(self) -> None:
         """See `GradientWatch.disarm`."""
-        super().disarm()
+        super().remove_hooks()
         while self._pre_hooks:
             self._pre_hooks.pop().remove()
         while self._views:
@@ -314,30 +314,30 @@ def _places(handle: FlatParamHandle | None) -> Iterator[tuple[nn.Module, str, Or
         yield module, attribute, found[first_module, first_attribute]
 
 
-def _range_of_one(name: str, original: Original, tensor: torch.Tensor) -> list[Piece]:
+def _range_of_one(name: str, original: Original, tensor: torch.Tensor) -> list[TensorShard]:
     """The piece of a tensor that is this rank's range of one parameter; under NO_SHARD it is whole and in shape."""
     if tuple(tensor.shape) == original.shape and not original.handle.uses_sharded_strategy:
-        return [Piece.whole(name, tensor)] if tensor.numel() else []
-    return _piece(name, original, tensor)
+        return [TensorShard.whole(name, tensor)] if tensor.numel() else []
+    return _shard_of(name, original, tensor)
 
 
-def _range_of_flat(name: str, original: Original, shard: torch.Tensor) -> list[Piece]:
+def _range_of_flat(name: str, original: Original, shard: torch.Tensor) -> list[TensorShard]:
     """The piece of one parameter within a tensor that is this rank's range of the flat parameter."""
     info = original.flat._shard_param_infos[original.index]
     if shard.shape != original.flat._sharded_size:
         raise ValueError(_unlike(name, shard, tuple(original.flat._sharded_size)))
     start = info.offset_in_shard or 0
-    return _piece(name, original, shard.detach()[start : start + (info.numel_in_shard or 0)])
+    return _shard_of(name, original, shard.detach()[start : start + (info.numel_in_shard or 0)])
 
 
-def _piece(name: str, original: Original, tensor: torch.Tensor) -> list[Piece]:
+def _shard_of(name: str, original: Original, tensor: torch.Tensor) -> list[TensorShard]:
     info = original.flat._shard_param_infos[original.index]  # its fields are None outside the shard
     numel, offset = info.numel_in_shard or 0, info.intra_param_start_idx or 0
     if tuple(tensor.shape) != (numel,):
         raise ValueError(_unlike(name, tensor, (numel,)))
     if numel and not original.flat._contiguities[original.index]:
         raise ValueError(f"{name} was not contiguous when FSDP flattened it, so its elements lie in another order")
-    whole = Piece(name, tensor.detach(), (torch.Size(original.shape).numel(),), (offset,), original.shape)
+    whole = TensorShard(name, tensor.detach(), (torch.Size(original.shape).numel(),), (offset,), original.shape)
     return [whole] if numel else []
 
 
@@ -351,14 +351,14 @@ def _unlike(name: str, tensor: torch.Tensor, expected: tuple[int, ...]) -> str:
 def _position_of(unit: FullyShardedDataParallel, handle: FlatParamHandle) -> tuple[int, int, int]:
     if not handle.uses_sharded_strategy:
         return 0, 1, dist.get_rank(unit.process_group)
-    between = _group_between(unit)
-    replica = 0 if between is None else dist.get_rank(between)
+    inline_code = _group_between(unit)
+    replica = 0 if inline_code is None else dist.get_rank(inline_code)
     return dist.get_rank(unit.process_group), dist.get_world_size(unit.process_group), replica
 
 
 def _num_ranks(unit: FullyShardedDataParallel) -> int:
-    between = _group_between(unit)
-    return dist.get_world_size(unit.process_group) * (1 if between is None else between.size())
+    inline_code = _group_between(unit)
+    return dist.get_world_size(unit.process_group) * (1 if inline_code is None else inline_code.size())
 
 
 def _group_between(unit: FullyShardedDataParallel) -> ProcessGroup | None:

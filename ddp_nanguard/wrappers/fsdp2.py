@@ -24,12 +24,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import Shard
 from torch.utils.hooks import RemovableHandle
 
-from ddp_nanguard.hooks import Hook
+from ddp_nanguard.hooks.weak import WeakHook
 
 from .base import GradientWatch, OnGradient, ShardedWrapper, class_name, dtype_name, dtype_named, join, paths
 from .plain import PlainWrapper
 
-WAITING_BYTES = 2**22
+PENDING_BYTES = 2**22
 """Unsharded gradients kept at most until they are looked at together."""
 
 
@@ -54,16 +54,16 @@ class FSDP2Wrapper(ShardedWrapper):
     def watch_local_gradients(self, on_gradient: OnGradient) -> GradientWatch:
         """See `Wrapper.watch_local_gradients` and [Note: FSDP2 gradients]."""
         watch = FSDP2Watch(self, on_gradient)
-        watch.arm()
+        watch.install_hooks()
         return watch
 
     def will_reduce(self) -> bool:
         """Whether any group reduces, see `FSDPModule.set_requires_gradient_sync`."""
         return any(group.reduce_grads and group.mesh_info.mesh.size() > 1 for group in self.groups())
 
-    def local_gradients_may_wait(self) -> int | None:
+    def pending_gradient_bytes(self) -> int | None:
         """FSDP2 reduces a copy and lets go of them: those that wait take memory of their own."""
-        return WAITING_BYTES
+        return PENDING_BYTES
 
     def leaves(self) -> list[tuple[str, torch.Tensor]]:
         """The unsharded parameters that exist so far, and parameters that FSDP ignores."""
@@ -113,7 +113,7 @@ class FSDP2Wrapper(ShardedWrapper):
 _POSITION = (("shard_mesh_rank", 0), ("shard_mesh_size", 1), ("replicate_mesh_rank", 0))
 
 
-class GatheredHook(Hook):
+class GatheredHook(WeakHook):
     """Forward pre-hook of a module that `fully_shard` was called on."""
 
     __slots__ = ()
@@ -138,15 +138,15 @@ class FSDP2Watch(GradientWatch):
         }
         self._pre_hooks: list[RemovableHandle] = []
 
-    def arm(self) -> None:
+    def install_hooks(self) -> None:
         """See `GradientWatch.arm`."""
-        super().arm()
+        super().install_hooks()
         if self._armed and not self._pre_hooks:
             self._pre_hooks = [module.register_forward_pre_hook(GatheredHook(self)) for module in self._params]
 
-    def disarm(self) -> None:
+    def remove_hooks(self) -> None:
         """See `GradientWatch.disarm`."""
-        super().disarm()
+        super().remove_hooks()
         while self._pre_hooks:
             self._pre_hooks.pop().remove()
 

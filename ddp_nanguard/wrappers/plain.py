@@ -21,7 +21,7 @@ class PlainWrapper(Wrapper):
         """Never: nothing here communicates."""
         return False
 
-    def local_gradients_may_wait(self) -> int | None:
+    def pending_gradient_bytes(self) -> int | None:
         """They stay unless there is somebody that hooks of the user's own could communicate with."""
         return 0 if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 else None
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_nanguard import NanGuard, NonFiniteError
-from ddp_nanguard.replay.diagnosis import Diagnosis, diagnose
+from ddp_nanguard.diagnosis.diagnose import Diagnosis, diagnose
 from ddp_nanguard.replay.session import open_session
 from tests import diagnosing
 from tests.diagnosing import RECIPE, Body, Job, marked, square
@@ -227,10 +227,10 @@ def check(module: ModuleType, name: str, case: Case, ended: list[Ended]) -> None
     assert first.report["origin"] == second.report["origin"]
     assert first.steps == second.steps
     expected = dict(case.origin)
-    between, state = expected.pop("between", None), expected.pop("state", None)
+    inline_code, state = expected.pop("inline_code", None), expected.pop("state", None)
     assert {key: first.report["origin"][key] for key in expected} == expected, first.text
-    if between is not None:
-        assert first.report["origin"]["between"] == between, first.text
+    if inline_code is not None:
+        assert first.report["origin"]["inline_code"] == inline_code, first.text
     if state is not None:
         assert first.report["state"] == state
     if expected["phase"] != "optimizer":
@@ -248,9 +248,13 @@ def diagnosed_dump(case: Case, dump: str, rank: int | None = None) -> Diagnosis:
 
 def check_reason(module: ModuleType, expected: tuple[str, str, str], found: Diagnosis) -> None:
     operator, marker, kind = expected
-    birth = found.traced.birth if found.traced is not None else None
-    line = birth.line if birth is not None else None
-    got = (birth.operator if birth is not None else "", line.number if line is not None else None, found.reason.kind)
+    first_nonfinite_op = found.traced.first_nonfinite_op if found.traced is not None else None
+    line = first_nonfinite_op.line if first_nonfinite_op is not None else None
+    got = (
+        first_nonfinite_op.operator if first_nonfinite_op is not None else "",
+        line.number if line is not None else None,
+        found.reason.kind,
+    )
     wanted = (operator, marked(module, marker) if marker else None, kind)
     assert got == wanted, (got, found.reason.sentence, found.obstacle)
     assert line is None or line.file == module.__file__
@@ -271,20 +275,20 @@ def train_alone(guard: Any, optimizer: Any, step: Callable[[Any, Any], Tensor], 
 # -- a model and a step that take the whole batch ----------------------------------------------------------------------
 
 
-class Given(nn.Module):
+class ValidatedArgs(nn.Module):
     """Two layers with a function of the case's between them, which also gets the batch."""
 
-    def __init__(self, between: Callable[[Tensor, dict[str, Any]], Tensor]) -> None:
+    def __init__(self, inline_code: Callable[[Tensor, dict[str, Any]], Tensor]) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
-        self.between = between
+        self.inline_code = inline_code
 
     def forward(self, batch: dict[str, Any]) -> Tensor:
-        return self.b(self.between(self.a(batch["x"]), batch))  # type: ignore[no-any-return]  # modules return Any
+        return self.b(self.inline_code(self.a(batch["x"]), batch))  # type: ignore[no-any-return]  # modules return Any
 
 
-def given(between: Callable[[Tensor, dict[str, Any]], Tensor]) -> Callable[[], nn.Module]:
-    return lambda: Given(between)
+def given(inline_code: Callable[[Tensor, dict[str, Any]], Tensor]) -> Callable[[], nn.Module]:
+    return lambda: ValidatedArgs(inline_code)
 
 
 def of_batch(model: Any, batch: Any) -> Tensor:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_nanguard import NanGuard, NonFiniteError, verdict
+from ddp_nanguard import NanGuard, NonFiniteError
+from ddp_nanguard.distributed import group
 from ddp_nanguard.dump.read import open_dump
 from tests.cases.harness import (
     NAN,
@@ -182,7 +183,7 @@ def test_A17_a_missing_rank_is_tolerated(ended: Launch, tmp_path: Path) -> None:
 # -- loops of one's own ------------------------------------------------------------------------------------------------
 
 
-def _parts(**options: Any) -> tuple[Any, Any, Any]:
+def _context(**options: Any) -> tuple[Any, Any, Any]:
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -204,7 +205,7 @@ def _float_maximum(rank: int) -> list[float]:
 
 
 def _checked_together(rank: int) -> list[bool]:
-    _, optimizer, guard = _parts(on_fault="skip")
+    _, optimizer, guard = _context(on_fault="skip")
     answers = []
     for index in range(4):
         loss = guard(_values(rank == 1 and index == 1)).mean()
@@ -220,7 +221,7 @@ def _checked_together(rank: int) -> list[bool]:
 
 
 def _joined(rank: int) -> str:
-    model, optimizer, guard = _parts()
+    model, optimizer, guard = _context()
     try:
         with model.join():
             guard(_values(False)).sum().backward()
@@ -278,7 +279,7 @@ def test_A18_uneven_inputs_are_refused(own_loops: list[dict[str, Any]]) -> None:
 
 
 def _validated(rank: int, world_size: int, dump_dir: str) -> None:
-    _, optimizer, guard = _parts(dump_dir=dump_dir, timeout_s=3)
+    _, optimizer, guard = _context(dump_dir=dump_dir, timeout_s=3)
     for index in range(3):
         output = guard(_values(rank == 1 and index == 1))
         if not output.isfinite().all():
@@ -311,7 +312,7 @@ def test_A13_the_flag_goes_where_the_backend_can_reduce_it(
 ) -> None:
     """https://github.com/dylanyunlon/Neuron_SP/issues/150."""
     monkeypatch.setattr(dist, "get_backend", lambda group: backend)
-    assert verdict._verdict_device(None, torch.device(device)).type == expected
+    assert group._verdict_device(None, torch.device(device)).type == expected
 
 
 def test_A17_writing_ones_own_part_needs_no_peer(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_nanguard import verdict
+from ddp_nanguard.distributed import group, verdict
 from tests.cases.harness import (
     NAN,
     WIDTH,
@@ -259,10 +259,10 @@ def test_B07_the_flag_is_read_after_it_has_come(monkeypatch: pytest.MonkeyPatch)
         work = Delayed(words)
         return work if async_op else work.wait()
 
-    peers = verdict.Peers(None, 1.0, torch.device("cpu"))
+    peers = group.RankGroup(None, 1.0, torch.device("cpu"))
     peers.connected = True
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    assert peers.ask(torch.tensor(0), ran_backward=True).read()[0] is verdict.Severity.FAULT
+    assert peers.all_reduce_verdict(torch.tensor(0), ran_backward=True).read()[0] is verdict.Severity.FAULT
 
 
 def test_B14_nobody_began_it(ended: Launch) -> None:

@@ -17,8 +17,8 @@ from tests.cases.harness import (
     WIDTH,
     BadWeight,
     Case,
-    Given,
     Launch,
+    ValidatedArgs,
     batch_of,
     check,
     check_reason,
@@ -77,7 +77,7 @@ def loss_of_zero(model: Any, batch: dict[str, Any]) -> Tensor:
     return loss  # type: ignore[no-any-return]
 
 
-class Local(Given):
+class Local(ValidatedArgs):
     """A scale from what this rank alone sees."""
 
     def __init__(self) -> None:

@@ -18,9 +18,9 @@ from tests.cases.harness import (
     NAN,
     WIDTH,
     Case,
-    Given,
     Launch,
     N,
+    ValidatedArgs,
     batch_of,
     check,
     each,
@@ -128,7 +128,7 @@ class Statistics(nn.Module):
         return (values - used.mean(0)) / (used.var(0, unbiased=False) + 1e-5).sqrt()
 
 
-class OwnNorm(Given):
+class OwnNorm(ValidatedArgs):
     def __init__(self) -> None:
         super().__init__(lambda h, batch: h)
         self.norm = Statistics()
@@ -145,7 +145,7 @@ def features(model: Any, batch: dict[str, Any]) -> Tensor:
     return model(batch["x"]).square().mean()  # type: ignore[no-any-return]
 
 
-class Hidden(Given):
+class Hidden(ValidatedArgs):
     """Statistics for evaluation only: training never sees what goes into them."""
 
     def __init__(self) -> None:
@@ -158,7 +158,7 @@ class Hidden(Given):
         return self.b(h)  # type: ignore[no-any-return]
 
 
-class Twice(Given):
+class Twice(ValidatedArgs):
     def __init__(self) -> None:
         super().__init__(lambda h, batch: h)
 
@@ -193,11 +193,11 @@ D03, D19 = "https://github.com/pytorch/pytorch/issues/103749", "https://github.c
 SKIP = {"on_fault": "skip"}
 CASES = {
     "D01 where trap": Case(
-        WHERE, at(1), {**BACKWARD, "between": BETWEEN}, ("aten.div.Tensor", "D01", "where trap"), given(where_trap),
+        WHERE, at(1), {**BACKWARD, "inline_code": BETWEEN}, ("aten.div.Tensor", "D01", "where trap"), given(where_trap),
         of_batch,
     ),
     "D02 root of squares at zero": Case(
-        "https://github.com/pytorch/pytorch/issues/2421", at(1), {**BACKWARD, "between": BETWEEN},
+        "https://github.com/pytorch/pytorch/issues/2421", at(1), {**BACKWARD, "inline_code": BETWEEN},
         ("aten.div.Tensor", "D02", "edge of domain"), given(root_of_squares), of_batch,
     ),
     "D02 the norm of zeros": Case(
@@ -251,7 +251,7 @@ CASES = {
         ("aten.div.Tensor", "D14", "edge of domain"), Twice, of_batch,
     ),
     "D17 rows that a kernel leaves unwritten": Case(
-        "https://github.com/huggingface/transformers/pull/48205", at(1), {**BACKWARD, "between": BETWEEN},
+        "https://github.com/huggingface/transformers/pull/48205", at(1), {**BACKWARD, "inline_code": BETWEEN},
         ("aten.lift_fresh.default", "D17", "constant"), given(kernel), of_batch,
     ),
     "D19 the phase of silence": Case(
@@ -295,7 +295,7 @@ def dirty_once(h: Tensor) -> Tensor:
 def test_D17_dirty_memory_does_not_come_again(tmp_path: Path) -> None:
     """https://github.com/Dao-AILab/flash-attention/pull/2324."""
     _runs.clear()
-    found = diagnosing.diagnosed(diagnosing.between(dirty_once), tmp_path)
+    found = diagnosing.diagnosed(diagnosing.inline_code(dirty_once), tmp_path)
     assert found.outcome is not None and str(found.outcome.outcome) == "not_reproduced"
     assert found.reason.kind == "not reproduced"
 
@@ -312,12 +312,16 @@ def test_D17_memory_that_nobody_wrote(tmp_path: Path) -> None:
     job = diagnosing.Job(lambda: Unwritten(torch.tanh), diagnosing.square, [diagnosing.batch()])
     found = diagnosing.diagnosed(job, tmp_path)
     assert found.reason.kind == "uninitialised memory"
-    assert found.traced is not None and found.traced.birth is not None and found.traced.birth.line is not None
-    assert found.traced.birth.line.number == diagnosing.marked(THIS, "D17 empty")
+    assert (
+        found.traced is not None
+        and found.traced.first_nonfinite_op is not None
+        and found.traced.first_nonfinite_op.line is not None
+    )
+    assert found.traced.first_nonfinite_op.line.number == diagnosing.marked(THIS, "D17 empty")
 
 
 def test_D03_a_mask_of_minus_infinity_alone_is_no_fault(tmp_path: Path) -> None:
     """https://github.com/pytorch/pytorch/issues/24816."""
     mask = torch.tensor([0.0, 0.0, 0.0, -INF])
     with pytest.raises(AssertionError, match="no fault"):
-        diagnosing.trained(diagnosing.between(lambda h: (h + mask).softmax(-1)), tmp_path)
+        diagnosing.trained(diagnosing.inline_code(lambda h: (h + mask).softmax(-1)), tmp_path)

@@ -16,9 +16,9 @@ from tests.cases.harness import (
     NAN,
     WIDTH,
     Case,
-    Given,
     Launch,
     N,
+    ValidatedArgs,
     batch_of,
     check,
     each,
@@ -32,7 +32,7 @@ from tests.cases.harness import (
 THIS = sys.modules[__name__]
 
 
-class Clamped(Given):
+class Clamped(ValidatedArgs):
     """A half-precision child that overflows by design, clamped right after."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Clamped(Given):
         return self.b(h + large.clamp(-limit, limit).float() / limit)  # type: ignore[no-any-return]
 
 
-class Sliced(Given):
+class Sliced(ValidatedArgs):
     """Fully masked rows, dropped before the loss; and an output that nobody uses."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Mask(nn.Module):
         return self.causal
 
 
-class Masked(Given):
+class Masked(ValidatedArgs):
     """A causal mask as buffer and as output of a module, and masked logits."""
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ def receiving(model: Any, batch: dict[str, Any]) -> Tensor:
     return model(received).square().mean()  # type: ignore[no-any-return]
 
 
-class Sentinel(Given):
+class Sentinel(ValidatedArgs):
     """A scale that is NaN until it has been loaded."""
 
     def __init__(self) -> None:

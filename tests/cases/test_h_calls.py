@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ddp_nanguard import NanGuard, NonFiniteError
-from ddp_nanguard.replay.diagnosis import Diagnosis
+from ddp_nanguard.diagnosis.diagnose import Diagnosis
 from ddp_nanguard.replay.outcome import EAGER_NOW
 from tests import diagnosing
 from tests.cases.harness import (
     INF,
     WIDTH,
     Case,
-    Given,
     Launch,
+    ValidatedArgs,
     batch_of,
     check,
     check_reason,
@@ -54,7 +54,7 @@ class Root(nn.Module):
         return values + (values * g).abs().sqrt()  # <H03>
 
 
-class Recomputed(Given):
+class Recomputed(ValidatedArgs):
     def __init__(self, reentrant: bool) -> None:
         super().__init__(lambda h, batch: h)
         self.root, self.reentrant = Root(), reentrant
@@ -64,7 +64,7 @@ class Recomputed(Given):
         return self.b(h)  # type: ignore[no-any-return]
 
 
-class Twice(Given):
+class Twice(ValidatedArgs):
     """One encoder for two inputs, of which the second brings a zero; registered late, run early."""
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class Encoder(nn.Module):
 
 def compiled_first() -> nn.Module:
     """Compiled and called before the guard is there: hooks that come now never run."""
-    model = Given(over_zero)
+    model = ValidatedArgs(over_zero)
     model.compile(backend="eager")
     model(batch_of(g=torch.tensor(1.0))(0, 0))
     return model
@@ -176,7 +176,7 @@ def _miscompiled(directory: Path, is_in_replay: bool) -> Diagnosis:
 def test_H02_finite_in_eager_is_said(is_in_replay: bool, tmp_path: Path) -> None:
     """https://github.com/huggingface/lerobot/pull/4179, https://github.com/pytorch/pytorch/issues/130000."""
     found = _miscompiled(tmp_path, is_in_replay)
-    assert found.outcome is not None and found.traced is not None and found.traced.birth is None
+    assert found.outcome is not None and found.traced is not None and found.traced.first_nonfinite_op is None
     assert str(found.outcome.outcome) == ("same" if is_in_replay else "not_reproduced")
     assert (EAGER_NOW in found.outcome.differs) is not is_in_replay
     assert found.reason.kind == "not reproduced"
@@ -217,7 +217,7 @@ def test_H05_one_read_for_eight_micro_batches() -> None:
     assert _reads(True) - _reads(False) == 1
 
 
-class Once(Given):
+class Once(ValidatedArgs):
     """Bad only when it runs again in the backward."""
 
     runs = 0
@@ -247,7 +247,7 @@ def test_H08_execution_order_decides(tmp_path: Path) -> None:
 
 def test_H04_local_gradients_under_no_sync(tmp_path: Path) -> None:
     """https://github.com/espnet/espnet/pull/3283: the bad gradient of the first of two micro-batches is named."""
-    job = diagnosing.Job(lambda: Given(lambda h, batch: spoilt_gradient(h, batch["g"])), of_batch, [])
+    job = diagnosing.Job(lambda: ValidatedArgs(lambda h, batch: spoilt_gradient(h, batch["g"])), of_batch, [])
     job.batches = [diagnosing.batch(g=torch.tensor(g)) for g in (0.0, 1.0)]
     job.accumulation = 2
     origin = diagnosing.session_of(job, tmp_path).dump.report.origin

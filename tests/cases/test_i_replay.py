@@ -13,18 +13,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_nanguard import rng
-from ddp_nanguard.cli import main
+from ddp_nanguard.capture import rng
+from ddp_nanguard.cli.main import main
+from ddp_nanguard.diagnosis import experiments
 from ddp_nanguard.dump.read import open_dump
-from ddp_nanguard.replay import experiments
 from ddp_nanguard.replay.outcome import EXIT_CODES, Outcome
 from tests import diagnosing
 from tests.cases.harness import (
     NAN,
     WIDTH,
     Case,
-    Given,
     Launch,
+    ValidatedArgs,
     batch_of,
     check,
     each,
@@ -32,12 +32,12 @@ from tests.cases.harness import (
     launched,
     of_batch,
 )
-from tests.diagnosing import Job, batch, between, session_of
+from tests.diagnosing import Job, batch, inline_code, session_of
 
 THIS = sys.modules[__name__]
 
 
-class Dropped(Given):
+class Dropped(ValidatedArgs):
     """What dropout keeps decides whether there is anything to divide by."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ def every_seventh(h: Tensor) -> Tensor:
 def test_I01_not_reproduced_is_an_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """https://github.com/pytorch/pytorch/issues/166211."""
     _runs.clear()
-    session = session_of(between(every_seventh), tmp_path)
+    session = session_of(inline_code(every_seventh), tmp_path)
     result = session.plain()
     assert result.outcome is Outcome.NOT_REPRODUCED and result.reason
     assert experiments.repeat(session, 3).text.startswith("0 of 3 runs non-finite")
@@ -121,7 +121,7 @@ def _states() -> list[Any]:
 
 def test_I03_random_states_are_numbers_and_load_without_pickle(tmp_path: Path) -> None:
     """https://github.com/huggingface/transformers/issues/40500."""
-    job = between(lambda h: h / torch.zeros(()))
+    job = inline_code(lambda h: h / torch.zeros(()))
     session = session_of(job, tmp_path)
     state = open_dump([str(session.dump.path)]).window(0)[0].random_state
     assert rng.restore(state) == []
@@ -191,7 +191,7 @@ def test_I09_bad_hardware(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_I10_twice_in_one_process(tmp_path: Path) -> None:
     """https://github.com/NVIDIA/Megatron-LM/issues/5026: the second run says what the first said, and nothing loops."""
-    session = session_of(between(lambda h: h / (h.detach() * 0)), tmp_path)
+    session = session_of(inline_code(lambda h: h / (h.detach() * 0)), tmp_path)
     first, second = session.plain(), session.plain()
     assert first.outcome is second.outcome is Outcome.SAME
     assert first.to_dict() == second.to_dict()
@@ -223,7 +223,7 @@ def test_I12_a_step_that_edits_its_batch(copies: bool, tmp_path: Path) -> None:
 
 def test_I12_nothing_changed_in_place_is_not_claimed(tmp_path: Path) -> None:
     """https://github.com/huggingface/lerobot/pull/323."""
-    result = session_of(Job(lambda: Given(zero), of_batch, [batch(g=torch.zeros(()))]), tmp_path).plain()
+    result = session_of(Job(lambda: ValidatedArgs(zero), of_batch, [batch(g=torch.zeros(()))]), tmp_path).plain()
     assert not any("in place" in line for line in [*result.notes, *result.differs, result.reason])
 
 

@@ -15,15 +15,16 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_nanguard import NanGuard, NonFiniteError, scan
+from ddp_nanguard import NanGuard, NonFiniteError
+from ddp_nanguard.tensors import minmax as scan
 from tests import diagnosing
 from tests.cases.harness import (
     INF,
     NAN,
     WIDTH,
     Case,
-    Given,
     Launch,
+    ValidatedArgs,
     batch_of,
     check,
     each,
@@ -48,7 +49,7 @@ class Gate(nn.Module):
         return values / g  # <gate>
 
 
-class Wrapped(Given):
+class Wrapped(ValidatedArgs):
     """A gate that a checkpoint wrapper renames."""
 
     def __init__(self) -> None:
@@ -91,7 +92,7 @@ class Odd(nn.Module):
         return {"pair": Pair(h / g, "h"), "n": (1, True, None, "text"), "i": torch.arange(3)}  # <J09>
 
 
-class Containers(Given):
+class Containers(ValidatedArgs):
     def __init__(self) -> None:
         super().__init__(lambda h, batch: h)
         self.odd = Odd()
@@ -100,7 +101,7 @@ class Containers(Given):
         return self.b(self.odd(values=self.a(batch["x"]), g=batch["g"])["pair"].values)  # type: ignore[no-any-return]
 
 
-class InPlace(Given):
+class InPlace(ValidatedArgs):
     """In-place activations after layers that are watched."""
 
     def __init__(self) -> None:
@@ -142,7 +143,7 @@ J09 = "https://github.com/pytorch/pytorch/issues/182156"
 CASES = {
     "J01 in-place activations": Case(J01, batch_of(g=flagged(None)), None, None, InPlace, of_batch),
     "J01 in-place activations, a bad gradient": Case(
-        J01, batch_of(g=flagged(1)), {"rank": 1, "step": 1, "phase": "backward", "layer": "", "between":
+        J01, batch_of(g=flagged(1)), {"rank": 1, "step": 1, "phase": "backward", "layer": "", "inline_code":
         {"layer": "", "after": "b", "before": "relu"}}, None, InPlace, of_batch,
     ),
     "J05 a checkpoint wrapper": Case(
@@ -225,8 +226,8 @@ def test_J03_copies_are_plain_models() -> None:
     with guard:
         copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
         assert list(model.state_dict()) == list(guard.state_dict()) == keys
-        for twin in copies:
-            twin(torch.full((2, WIDTH), NAN)).sum().backward()
+        for empty_like_this in copies:
+            empty_like_this(torch.full((2, WIDTH), NAN)).sum().backward()
         step(guard, batch_of()(0, 0)).backward()
         optimizer.step()
 

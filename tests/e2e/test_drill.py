@@ -25,7 +25,7 @@ HANGS = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import t
 
 
 def _drill(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ddp_nanguard.cli", "drill", *arguments]
+    command = [sys.executable, "-m", "ddp_nanguard", "drill", *arguments]
     return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=110, check=False)
 
 

@@ -12,7 +12,7 @@ import torch
 from benchmarks import cost_model, counts, fault_round, gpu, memory
 from benchmarks.counts import Found
 from benchmarks.workloads import Case
-from ddp_nanguard.site import MAX_SITES
+from ddp_nanguard.report.types import MAX_SITES
 from tests.ranks import run_ranks
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_nanguard import NanGuard, NonFiniteError
-from ddp_nanguard.board import Board
 from ddp_nanguard.probes import budget
+from ddp_nanguard.probes.slots import SlotBuffer
 from tests.ranks import run_ranks
 from tests.replaying import replay_alone
 
@@ -75,14 +75,14 @@ def _trained(rank: int, world_size: int, limit: float | None, slow_s: float, dum
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("ddp_nanguard").addHandler(handler)
-    reduce = Board.reduce
+    reduce = SlotBuffer.reduce
 
-    def slowed(self: Board, *args: Any) -> int | None:
+    def slowed(self: SlotBuffer, *args: Any) -> int | None:
         if rank == 1 and self.meter is not None:
             time.sleep(slow_s)
         return reduce(self, *args)
 
-    Board.reduce = slowed  # type: ignore[method-assign]
+    SlotBuffer.reduce = slowed  # type: ignore[method-assign]
     torch.manual_seed(0)
     model = DistributedDataParallel(Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -92,13 +92,13 @@ def _trained(rank: int, world_size: int, limit: float | None, slow_s: float, dum
     batches = [torch.full((2, 8), float("inf") if (step, rank) == (FAULT_STEP, 1) else 1.0) for step in range(50)]
     try:
         for batch in guard.steps(batches):
-            time.sleep(0.05 if guard._parts.board.meter is not None else 0.0)
+            time.sleep(0.05 if guard._context.slots.meter is not None else 0.0)
             loss = trained_step(model, batch)
             guard.watch(loss=loss)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            levels.append(guard._parts.budget.level_index)
+            levels.append(guard._context.budget.level_index)
     except NonFiniteError as caught:
         error = caught
     assert error is not None

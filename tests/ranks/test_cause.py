@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddp_nanguard import cause
+from ddp_nanguard.fault import cause
 from tests.faults import Fault
 from tests.ranks import run_ranks
 from tests.training import Job, Record, _end_record, build, train_steps

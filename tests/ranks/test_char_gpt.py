@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ddp_nanguard import NonFiniteError
-from ddp_nanguard.cli import main
+from ddp_nanguard.cli.main import main
 from tests.ranks import run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -190,7 +190,7 @@ def trained(
         except NonFiniteError as error:
             origin = error.report.origin
             assert origin is not None
-            site = (str(origin.phase), origin.layer, origin.between is not None)
+            site = (str(origin.phase), origin.layer, origin.inline_code is not None)
             found.append((step, origin.rank, origin.micro_batch, *site, error.report.unchecked, str(error)))
         optimizer.zero_grad()
         if step == 4:

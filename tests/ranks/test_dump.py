@@ -24,7 +24,7 @@ from ddp_nanguard.dump import peers as peers_module
 from ddp_nanguard.dump import state as state_module
 from ddp_nanguard.dump import write as write_module
 from ddp_nanguard.errors import DumpError
-from ddp_nanguard.pieces import Piece
+from ddp_nanguard.tensors.shards import TensorShard
 from tests.dump_requests import DTYPES, bytes_of, random_tensor, request
 from tests.rank_processes import run_ranks, run_ranks_raw
 
@@ -50,8 +50,8 @@ def replicated(rank, world_size, root, own_value, damaged=()):
     weight = torch.arange(6.0).reshape(2, 3)
     if own_value is not None and rank == world_size - 1:
         weight[1, 1] = own_value
-    state = [Piece.whole("model.w", weight), Piece.whole("model.same", torch.ones(4))]
-    state.append(Piece.whole("optim.0.w.step", torch.tensor(3.0)))
+    state = [TensorShard.whole("model.w", weight), TensorShard.whole("model.same", torch.ones(4))]
+    state.append(TensorShard.whole("optim.0.w.step", torch.tensor(3.0)))
     wanted = request(root, rank=rank, world_size=world_size, state=state, damaged=set(damaged))
     return write_dump(wanted)
 
@@ -96,7 +96,10 @@ def test_a_damaged_tensor_is_kept_by_every_rank(tmp_path):
 
 def partitioned(rank, world_size, root):
     """Optimizer state that exists on one rank only, as with ZeroRedundancyOptimizer."""
-    state = [Piece.whole("model.w", torch.ones(2)), Piece.whole(f"optim.0.p{rank}.m", torch.full((2,), float(rank)))]
+    state = [
+        TensorShard.whole("model.w", torch.ones(2)),
+        TensorShard.whole(f"optim.0.p{rank}.m", torch.full((2,), float(rank))),
+    ]
     return dumped(root, rank=rank, world_size=world_size, state=state)
 
 
@@ -118,17 +121,17 @@ def rows_of(rank, world_size, size):
 
 
 def sharded(rank, world_size, root):
-    pieces = []
+    shards = []
     for name, (shape, dtype) in FULL_SHAPES.items():
         start, stop = rows_of(rank, world_size, shape[0])
         whole = random_tensor(name, shape, dtype)
-        pieces.append(Piece(name, whole[start:stop], shape, (start, *(0,) * (len(shape) - 1)), shape))
+        shards.append(TensorShard(name, whole[start:stop], shape, (start, *(0,) * (len(shape) - 1)), shape))
     if rank == 0:
-        pieces.append(Piece.whole("optim.0.w.step", torch.tensor(5, dtype=torch.int64)))
-    pieces.append(Piece.whole("model.nothing", torch.empty(0, 4)))
+        shards.append(TensorShard.whole("optim.0.w.step", torch.tensor(5, dtype=torch.int64)))
+    shards.append(TensorShard.whole("model.nothing", torch.empty(0, 4)))
     shards = {"shard_index": rank, "num_shards": world_size, "replica_index": 0}
     return dumped(
-        root, rank=rank, world_size=world_size, state=pieces, aliases={"model.tied": "model.float32"}, **shards
+        root, rank=rank, world_size=world_size, state=shards, aliases={"model.tied": "model.float32"}, **shards
     )
 
 
@@ -171,15 +174,15 @@ def flat_ranges(rank, world_size, root):
     """FSDP1: each rank has a range of the flattened parameters, cut anywhere."""
     sizes = {"model.a": (3, 5), "model.b": (4,), "model.c": ()}
     cuts = [0, 11, 17, 20][rank : rank + 2]
-    pieces, start = [], 0
+    shards, start = [], 0
     for name, shape in sizes.items():
         numel = int(np.prod(shape))
         low, high = max(cuts[0], start), min(cuts[1], start + numel)
         if low < high:
             flat = random_tensor(name, shape, torch.float32).reshape(-1)[low - start : high - start]
-            pieces.append(Piece(name, flat, (numel,), (low - start,), shape))
+            shards.append(TensorShard(name, flat, (numel,), (low - start,), shape))
         start += numel
-    return dumped(root, rank=rank, world_size=world_size, state=pieces, shard_index=rank, num_shards=3, replica_index=0)
+    return dumped(root, rank=rank, world_size=world_size, state=shards, shard_index=rank, num_shards=3, replica_index=0)
 
 
 def test_flat_ranges(tmp_path):
@@ -197,7 +200,7 @@ def hybrid(rank, world_size, root):
     part = whole[2 * shard : 2 * shard + 2].clone()
     if rank == 3:
         part[0, 0] = -1.0
-    state = [Piece("model.w", part, (4, 2), (2 * shard, 0), (4, 2))]
+    state = [TensorShard("model.w", part, (4, 2), (2 * shard, 0), (4, 2))]
     place = {"shard_index": shard, "num_shards": 2, "replica_index": replica}
     return dumped(root, rank=rank, world_size=world_size, state=state, **place)
 
@@ -215,9 +218,9 @@ def test_hybrid_shards(tmp_path):
 
 def gaps(rank, world_size, root):
     """Optimizer state of rank 1's shard does not exist yet."""
-    state = [Piece("model.w", torch.full((2,), float(rank)), (4,), (2 * rank,), (4,))]
+    state = [TensorShard("model.w", torch.full((2,), float(rank)), (4,), (2 * rank,), (4,))]
     if rank == 0:
-        state.append(Piece("optim.0.w.m", torch.ones(2), (4,), (0,), (4,)))
+        state.append(TensorShard("optim.0.w.m", torch.ones(2), (4,), (0,), (4,)))
     shards = {"shard_index": rank, "num_shards": 2, "replica_index": 0}
     return dumped(root, rank=rank, world_size=world_size, state=state, **shards)
 
@@ -274,7 +277,7 @@ def two_jobs(rank, world_size, root):
     weight = torch.full((50_000,), float(job))
     paths = []
     for step in (1, 2, 3):
-        state = [Piece.whole("model.w", weight + step)]
+        state = [TensorShard.whole("model.w", weight + step)]
         place = {"rank": job_rank, "world_size": 2, "group": groups[job], "run_id": f"job {job}"}
         result = dumped(root, step=step, state=state, options={"dump_keep": 0}, **place)
         assert result.problems == []
@@ -300,7 +303,7 @@ def local_roots(rank, world_size, roots, occupied):
     if occupied and rank == 1:
         dumped(roots[rank], rank=0, world_size=1, group=None)
     shards = {"shard_index": rank, "num_shards": 2, "replica_index": 0, "run_id": "a"}
-    state = [Piece("model.w", torch.full((2,), float(rank)), (4,), (2 * rank,), (4,))]
+    state = [TensorShard("model.w", torch.full((2,), float(rank)), (4,), (2 * rank,), (4,))]
     return dumped(roots[rank], rank=rank, world_size=world_size, state=state, **shards)
 
 
@@ -370,7 +373,7 @@ def small_files(rank, world_size, root, bad_rank, limit, sizes):
     if rank == bad_rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     shards = {"shard_index": rank, "num_shards": world_size, "replica_index": 0}
-    state = [Piece("model.w", torch.ones(sizes), (world_size * sizes,), (rank * sizes,), (world_size * sizes,))]
+    state = [TensorShard("model.w", torch.ones(sizes), (world_size * sizes,), (rank * sizes,), (world_size * sizes,))]
     return dumped(root, rank=rank, world_size=world_size, state=state, **shards)
 
 
@@ -418,7 +421,9 @@ def large_state(rank, world_size, root, num_bytes, fill=0):
         (Path(root) / "other").write_bytes(b"x" * fill)
     if world_size > 1:
         dist.barrier()
-    return dumped(root, rank=rank, world_size=world_size, state=[Piece.whole("model.w", torch.zeros(num_bytes // 4))])
+    return dumped(
+        root, rank=rank, world_size=world_size, state=[TensorShard.whole("model.w", torch.zeros(num_bytes // 4))]
+    )
 
 
 def test_too_little_space_for_weights(tiny_disk):
@@ -452,7 +457,7 @@ def test_full_disk(tiny_disk, free):
 
 def full_without_peers(rank, world_size, root):
     return dumped(
-        root, rank=rank, world_size=world_size, group=None, state=[Piece.whole("model.w", torch.zeros(2**22))]
+        root, rank=rank, world_size=world_size, group=None, state=[TensorShard.whole("model.w", torch.zeros(2**22))]
     )
 
 
@@ -469,11 +474,11 @@ def planning_fails(rank, world_size, root, shards):
         def refuse(*_args):
             raise ValueError("no plan")
 
-        state_module._PiecePlanner.create_global_plan = refuse
+        state_module._ShardPlanner.create_global_plan = refuse
     place = {"shard_index": rank, "num_shards": 2, "replica_index": 0} if shards else {}
     whole = torch.arange(4.0)
-    part = Piece("model.w", whole[2 * rank : 2 * rank + 2], (4,), (2 * rank,), (4,))
-    state = [part if shards else Piece.whole("model.w", whole)]
+    part = TensorShard("model.w", whole[2 * rank : 2 * rank + 2], (4,), (2 * rank,), (4,))
+    state = [part if shards else TensorShard.whole("model.w", whole)]
     return dumped(root, rank=rank, world_size=world_size, state=state, **place)
 
 
@@ -491,7 +496,7 @@ def test_what_cannot_be_written_together_is_written_by_each(tmp_path, shards):
 def unreadable_tensor(rank, world_size, root, bad):
     """A tensor that cannot be copied to the host, as after a device assert."""
     device = "meta" if rank == bad else "cpu"
-    state = [Piece.whole("model.w", torch.ones(2, device=device)), Piece.whole("model.v", torch.ones(3))]
+    state = [TensorShard.whole("model.w", torch.ones(2, device=device)), TensorShard.whole("model.v", torch.ones(3))]
     return dumped(root, rank=rank, world_size=world_size, state=state)
 
 
@@ -506,7 +511,9 @@ def test_an_unreadable_tensor_hangs_nobody(tmp_path, bad):
 
 
 def many_differ(rank, world_size, root):
-    state = [Piece.whole(f"model.a_rather_long_name_{i}.weight", torch.full((2,), float(rank))) for i in range(100)]
+    state = [
+        TensorShard.whole(f"model.a_rather_long_name_{i}.weight", torch.full((2,), float(rank))) for i in range(100)
+    ]
     return dumped(root, rank=rank, world_size=world_size, state=state)
 
 
@@ -570,9 +577,9 @@ def one_dies(rank, world_size, root, shards):
     place = {"shard_index": rank, "num_shards": world_size, "replica_index": 0} if shards else {}
     whole = torch.arange(6.0)
     state = [
-        Piece("model.w", whole[2 * rank : 2 * rank + 2], (6,), (2 * rank,), (6,))
+        TensorShard("model.w", whole[2 * rank : 2 * rank + 2], (6,), (2 * rank,), (6,))
         if shards
-        else Piece.whole("model.w", whole)
+        else TensorShard.whole("model.w", whole)
     ]
     return dumped(root, rank=rank, world_size=world_size, state=state, run_id="a", **place)
 
@@ -600,9 +607,9 @@ def test_a_peer_dies_in_mid_dump(tmp_path, shards):
 def without_peers(rank, world_size, root, shards, run_id):
     place = {"shard_index": rank, "num_shards": world_size, "replica_index": 0} if shards else {}
     whole = torch.arange(6.0)
-    part = Piece("model.w", whole[2 * rank : 2 * rank + 2], (6,), (2 * rank,), (6,))
-    own = Piece.whole("model.w", whole + rank)
-    state = [part if shards else own, Piece.whole("model.scalar", torch.tensor(float(rank)))]
+    part = TensorShard("model.w", whole[2 * rank : 2 * rank + 2], (6,), (2 * rank,), (6,))
+    own = TensorShard.whole("model.w", whole + rank)
+    state = [part if shards else own, TensorShard.whole("model.scalar", torch.tensor(float(rank)))]
     return dumped(root, rank=rank, world_size=world_size, state=state, group=None, run_id=run_id, **place)
 
 
@@ -655,7 +662,7 @@ def slow_write(rank, world_size, root):
             return write(*args)
 
         state_module._BoundedWriter.write_data = slowly
-    state = [Piece.whole("model.w", torch.zeros(250_000))]
+    state = [TensorShard.whole("model.w", torch.zeros(250_000))]
     options = {"timeout_s": 1.0}
     return dumped(root, rank=rank, world_size=world_size, state=state, group=group, options=options)
 

@@ -248,7 +248,7 @@ def test_guards_built_and_closed_often_leave_no_threads_and_no_files() -> None:
 def _lost_peer(rank: int, world_size: int, policy: str, signal_number: int, dump_dir: str) -> Any:
     """Rank 1 is killed or stopped in the fault round; rank 0 ends it for good when it is done itself."""
     from ddp_nanguard import NonFiniteError
-    from ddp_nanguard import policy as policy_module
+    from ddp_nanguard.fault import policy as policy_module
 
     store = dist.distributed_c10d._get_default_store()
     store.set(f"pid-{rank}", str(os.getpid()))

@@ -45,19 +45,19 @@ class Planted:
         return place if self.phase in WITHOUT_MICRO_BATCH else {**place, "micro_batch": MICRO_BATCH}
 
 
-def _train(rank: int, world_size: int, wrapper: str, planted: list[Planted]) -> list[Record]:
-    return [_train_one(rank, wrapper, each) for each in planted]
+def _train(rank: int, world_size: int, wrapper: str, mark_fired: list[Planted]) -> list[Record]:
+    return [_train_one(rank, wrapper, each) for each in mark_fired]
 
 
-def _train_one(rank: int, wrapper: str, planted: Planted) -> Record:
+def _train_one(rank: int, wrapper: str, mark_fired: Planted) -> Record:
     from ddp_nanguard.testing import inject
 
-    options = {"keep_previous": True} if planted.phase == "optimizer" else {}
-    job = Job(wrapper, num_steps=4, num_micro_batches=2, options=options, dump_dir=planted.dump_dir)
+    options = {"keep_previous": True} if mark_fired.phase == "optimizer" else {}
+    job = Job(wrapper, num_steps=4, num_micro_batches=2, options=options, dump_dir=mark_fired.dump_dir)
     run = build(job, rank)
-    injection = inject(run.model, **planted.options())
+    injection = inject(run.model, **mark_fired.options())
     train_steps(run)
-    assert injection.num_planted == (rank == planted.rank)
+    assert injection.num_fired == (rank == mark_fired.rank)
     injection.remove()
     run.guard._detach()
     return run.record
@@ -75,8 +75,8 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
         root = tmp_path_factory.mktemp("dumps")
         cells = [(phase, rank) for kind, phase, rank in CELLS if kind == wrapper]
         dumps = [str(root / phase) if rank == REPLAYED[wrapper] else None for phase, rank in cells]
-        planted = [Planted(phase, rank, dump) for (phase, rank), dump in zip(cells, dumps, strict=True)]
-        per_rank = run_ranks(_train, 2, timeout_s=40, wrapper=wrapper, planted=planted)
+        mark_fired = [Planted(phase, rank, dump) for (phase, rank), dump in zip(cells, dumps, strict=True)]
+        per_rank = run_ranks(_train, 2, timeout_s=40, wrapper=wrapper, mark_fired=mark_fired)
         return {cell: [records[index] for records in per_rank] for index, cell in enumerate(cells)}
 
     return run

@@ -27,7 +27,7 @@ DOCUMENTED = "schema_version step world_size wrapper origin between holders site
 
 
 @dataclass(frozen=True)
-class Ran:
+class JobResult:
     """One cell after its run: a record per rank, and the dump."""
 
     cell: Cell
@@ -44,7 +44,7 @@ class Ran:
         return open_dump(self.report["dump_path"])
 
 
-Launch = Callable[[Cell], Ran]
+Launch = Callable[[Cell], JobResult]
 Replay = Callable[[Cell], Replayed]
 
 
@@ -63,11 +63,11 @@ def launch(tmp_path_factory: pytest.TempPathFactory, selection: Selection) -> La
     """Runs all cells of a wrapper and place in one launch, once."""
 
     @functools.cache
-    def run(wrapper: str, place: str) -> dict[Cell, Ran]:
+    def run(wrapper: str, place: str) -> dict[Cell, JobResult]:
         cells = selection(wrapper, place)
         root = str(tmp_path_factory.mktemp("dumps"))
         per_rank = run_ranks(run_jobs, 2, timeout_s=50, jobs=[cell.job(root) for cell in cells])
-        return {cell: Ran(cell, [records[index] for records in per_rank]) for index, cell in enumerate(cells)}
+        return {cell: JobResult(cell, [records[index] for records in per_rank]) for index, cell in enumerate(cells)}
 
     return lambda cell: run(cell.wrapper, cell.place)[cell]
 
@@ -213,7 +213,7 @@ def test_a_mesh_of_replicas_and_shards(place: str, tmp_path_factory: pytest.Temp
     cell = Cell("hsdp", place, rank=3, num_micro_batches=3, world_size=4)
     root = str(tmp_path_factory.mktemp("dumps"))
     per_rank = run_ranks(run_jobs, 4, timeout_s=50, jobs=[cell.job(root)])
-    ran = Ran(cell, [records[0] for records in per_rank])
+    ran = JobResult(cell, [records[0] for records in per_rank])
     test_every_rank_stops_in_the_same_step_with_the_same_text(cell, lambda _: ran)
     test_the_origin_is_the_planted_one(cell, lambda _: ran)
     test_no_weight_has_changed(cell, lambda _: ran)
@@ -227,7 +227,7 @@ def _documented(report: dict[str, Any]) -> dict[str, Any]:
     return {name: report[name] for name in DOCUMENTED.split()}
 
 
-def _assert_window(ran: Ran, rank: int, record: Record) -> None:
+def _assert_window(ran: JobResult, rank: int, record: Record) -> None:
     window = ran.dump.window(rank)
     assert [micro_batch.index for micro_batch in window] == list(range(ran.cell.num_micro_batches))
     for micro_batch in window:
@@ -237,7 +237,7 @@ def _assert_window(ran: Ran, rank: int, record: Record) -> None:
         assert micro_batch.batch["id"] == f"rank {rank} step {ran.cell.fault.step} micro-batch {micro_batch.index}"
 
 
-def _assert_buffers(ran: Ran, rank: int) -> None:
+def _assert_buffers(ran: JobResult, rank: int) -> None:
     """As they were when the window opened; under DDP rank 0's, which its broadcast gives to all."""
     source = ran.records[0 if ran.cell.wrapper == "ddp" else rank]
     before = source.before[ran.cell.fault.step]
@@ -246,7 +246,7 @@ def _assert_buffers(ran: Ran, rank: int) -> None:
     assert stored == {name: before[name] for name in stored}
 
 
-def _whole_state(ran: Ran, rank: int, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+def _whole_state(ran: JobResult, rank: int, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
     """The outside copies, put together from the shards."""
     if ran.cell.wrapper in ("plain", "ddp"):
         return ran.records[rank].window_state

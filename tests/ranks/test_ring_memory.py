@@ -28,8 +28,8 @@ class Masked(nn.Module):
 
 def _kept(rank: int, world_size: int, verdict: str) -> Any:
     from ddp_nanguard import NanGuard
-    from ddp_nanguard.blame import habits
-    from ddp_nanguard.board import is_clean
+    from ddp_nanguard.blame import known_nonfinite
+    from ddp_nanguard.probes.slots import is_finite
 
     model = Masked()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
@@ -43,8 +43,10 @@ def _kept(rank: int, world_size: int, verdict: str) -> Any:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        past = [step.readings() for step in guard._parts.board.past()]
-        found += [(habits(readings), any(not is_clean(reading) for reading in readings)) for readings in past]
+        past = [step.slot_stats() for step in guard._context.slots.past()]
+        found += [
+            (known_nonfinite(slot_stats), any(not is_finite(stats) for stats in slot_stats)) for slot_stats in past
+        ]
         alive.append(sum(type(thing).__name__ == "Call" for thing in gc.get_objects()))
         del past
     gc.enable()

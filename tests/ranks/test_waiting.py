@@ -80,8 +80,8 @@ def _batches(rank: int) -> list[Tensor]:
 
 def _labels(guard: Any) -> list[str]:
     """What the slots of the window are of, in execution order."""
-    notes = [reading.note for reading in guard._parts.board.readings()]
-    found = [getattr(note, "name", None) or f"{type(note).__name__} {note.call.layer}" for note in notes]
+    sources = [stats.source for stats in guard._context.slots.slot_stats()]
+    found = [getattr(source, "name", None) or f"{type(source).__name__} {source.call.layer}" for source in sources]
     return [label for label in found if label != "loss"]
 
 
@@ -92,19 +92,19 @@ def _trained(rank: int, world_size: int, kind: str, waits: bool, is_checkpointed
     torch.manual_seed(0)
     model = _wrapped(kind, Net(is_checkpointed))
     if not waits:
-        type(wrapper_of(model)).local_gradients_may_wait = lambda wrapper: 0  # type: ignore[method-assign]
+        type(wrapper_of(model)).pending_gradient_bytes = lambda wrapper: 0  # type: ignore[method-assign]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     guard = NanGuard(model, optimizer, dump_dir=None, budget=None)
     orders: list[list[str]] = []
     waited = 0
-    look = guard._parts.gradient.see_waiting
+    rescan = guard._context.gradient.flush_pending
 
     def counted() -> None:
         nonlocal waited
-        waited += len(guard._parts.gradient._waiting)
-        look()
+        waited += len(guard._context.gradient._pending)
+        rescan()
 
-    guard._parts.gradient.see_waiting = counted  # type: ignore[method-assign]
+    guard._context.gradient.flush_pending = counted  # type: ignore[method-assign]
     try:
         for batch in guard.steps(_batches(rank if world_size > 1 else 1)):
             loss = model(batch).pow(2).mean()
@@ -138,7 +138,7 @@ def test_what_waits_is_told_like_what_does_not(kind: str) -> None:
         origin = report["origin"]
         assert (origin["phase"], origin["layer"], origin["slot"]) == ("backward", "scale", "scale.weight")
         assert (report["step"], origin["rank"]) == (FAULT_STEP, world_size - 1)
-        assert origin["taken_in"] is None, "the gradient of its output was looked at and finite"
+        assert origin["input_kind"] is None, "the gradient of its output was looked at and finite"
 
 
 def test_views_of_ddps_buckets_do_not_wait() -> None:
@@ -158,20 +158,20 @@ def _limited(rank: int, world_size: int, limit: int) -> Any:
     from ddp_nanguard.probes.gradient import GradientProbe
     from ddp_nanguard.wrappers.plain import PlainWrapper
 
-    PlainWrapper.local_gradients_may_wait = lambda wrapper: limit  # type: ignore[method-assign]
+    PlainWrapper.pending_gradient_bytes = lambda wrapper: limit  # type: ignore[method-assign]
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)), nn.Linear(8, 64, bias=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     guard = NanGuard(model, optimizer, dump_dir=None, budget=None)
-    see, held = GradientProbe.see_local, []
+    see, held = GradientProbe.probe_local, []
 
     def watched(probe: GradientProbe, name: str, gradient: Tensor) -> None:
         see(probe, name, gradient)
-        held.append(sum(kept.nbytes for *_, kept in probe._waiting))
+        held.append(sum(kept.nbytes for *_, kept in probe._pending))
 
-    guard._parts.local_gradients.on_gradient = lambda *args: watched(guard._parts.gradient, *args)
+    guard._context.local_gradients.on_gradient = lambda *args: watched(guard._context.gradient, *args)
     model(torch.rand(2, 8)).sum().backward()
-    names = [getattr(reading.note, "name", "") for reading in guard._parts.board.readings()]
-    guard._parts.backward.ran_since_verdict = False
+    names = [getattr(stats.source, "name", "") for stats in guard._context.slots.slot_stats()]
+    guard._context.backward.ran_since_verdict = False
     guard.close()
     return held, [name for name in names if name]
 
@@ -203,9 +203,9 @@ def _raised(rank: int, world_size: int) -> Any:
     for value in (1.0, MARK):
         with pytest.raises(KeyError):
             guard(torch.full((3, 4), value)).sum().backward()
-        saw.append(guard._policy.saw_something())
-    guard._parts.backward.ran_since_verdict = False
-    guard._parts.board.discard()
+        saw.append(guard._policy.has_findings())
+    guard._context.backward.ran_since_verdict = False
+    guard._context.slots.discard()
     guard.close()
     return saw
 

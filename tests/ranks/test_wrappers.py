@@ -35,7 +35,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_nanguard.hooks import Hook, ignore
+from ddp_nanguard.hooks.weak import WeakHook, ignore
 from ddp_nanguard.wrappers import wrap_like, wrapper_of
 from tests.rank_processes import run_ranks
 
@@ -327,18 +327,18 @@ def pieces_body(rank: int, world_size: int, kind: str) -> Any:
     wrapper = wrapper_of(model)
     found = []
     for name, parameter in wrapper.named_parameters():
-        found += wrapper.pieces("model.", name, parameter, parameter)
+        found += wrapper.shards("model.", name, parameter, parameter)
         for key, value in optim.state.get(parameter, {}).items():
             if key != "step":
-                found += wrapper.pieces("optim.0.", name, parameter, value, f".{key}")
+                found += wrapper.shards("optim.0.", name, parameter, value, f".{key}")
     options = StateDictOptions(full_state_dict=True)
     weights = get_model_state_dict(model, options=options)
     state = get_optimizer_state_dict(model, optim, options=options)["state"]
     full = {f"model.{name}": value for name, value in weights.items()}
     for name, values in state.items():
         full |= {f"optim.0.{name}.{key}": value for key, value in values.items() if key != "step"}
-    pieces = [(p.name, p.tensor.clone(), p.stored_shape, p.offsets, p.true_shape) for p in found]
-    return pieces, full, (wrapper.shard_index, wrapper.num_shards, wrapper.replica_index)
+    shards = [(p.name, p.tensor.clone(), p.stored_shape, p.offsets, p.true_shape) for p in found]
+    return shards, full, (wrapper.shard_index, wrapper.num_shards, wrapper.replica_index)
 
 
 @each_kind
@@ -353,7 +353,7 @@ def test_pieces_tile_every_parameter_and_state_once_per_replica(kind: str) -> No
     for replica in replicas:
         if kind == "plain":
             full = next(other for _, other, place in results if place[2] == replica)
-        whole = reassembled([pieces for pieces, _, place in results if place[2] == replica])
+        whole = reassembled([shards for shards, _, place in results if place[2] == replica])
         assert names <= set(whole) and any(".exp_avg_sq" in name for name in whole)
         for name, tensor in whole.items():
             assert torch.equal(tensor, full[name]), name
@@ -364,7 +364,7 @@ def reassembled(shards: list[list[Any]]) -> dict[str, Tensor]:
     whole: dict[str, Tensor] = {}
     times: dict[str, Tensor] = {}
     shapes = {}
-    for name, tensor, stored_shape, offsets, true_shape in (piece for shard in shards for piece in shard):
+    for name, tensor, stored_shape, offsets, true_shape in (shard for shard in shards for shard in shard):
         assert tensor.numel() and not tensor.requires_grad
         place = tuple(slice(at, at + size) for at, size in zip(offsets, tensor.shape, strict=True))
         whole.setdefault(name, torch.zeros(stored_shape))[place] = tensor
@@ -481,7 +481,7 @@ def removal_body(rank: int, world_size: int, kind: str) -> Any:
         loss_of(model, rank, 1).backward()
         counts.append(len(reported))
         reported.clear()
-    watch.arm()
+    watch.install_hooks()
     loss_of(model, rank, 2).backward()
     with torch.no_grad():
         loss_of(model, rank, 3)
@@ -490,8 +490,8 @@ def removal_body(rank: int, world_size: int, kind: str) -> Any:
 
 @each_wrapper
 def test_nothing_is_left_after_remove(kind: str) -> None:
-    for (armed, disarmed, again, removed), late, hooks in run_ranks(removal_body, KINDS[kind], kind=kind):
-        assert armed > 0 and again > 0
+    for (hooks_installed, disarmed, again, removed), late, hooks in run_ranks(removal_body, KINDS[kind], kind=kind):
+        assert hooks_installed > 0 and again > 0
         assert (disarmed, removed, late, hooks) == (0, 0, 0, 0)
 
 
@@ -523,7 +523,7 @@ def hooked_module_body(rank: int, world_size: int) -> list[bool]:
     for kind in ("fsdp2", "fsdp1"):
         model = wrapped(kind)
         watch = wrapper_of(model).watch_local_gradients(lambda name, gradient: None)
-        hooks = [h for m in model.modules() for h in m._forward_pre_hooks.values() if isinstance(h, Hook)]
+        hooks = [h for m in model.modules() for h in m._forward_pre_hooks.values() if isinstance(h, WeakHook)]
         found += [bool(hooks), all(pickle.loads(pickle.dumps(h)) is copy.deepcopy(h) is ignore for h in hooks)]
         watch.remove()
     return found
@@ -562,7 +562,7 @@ def unfrozen_body(rank: int, world_size: int, kind: str) -> list[bool]:
         reported.clear()
         for name, parameter in wrapper_of(model).named_parameters():
             parameter.requires_grad_(True) if name == "mix.weight" else None
-        watch.arm()
+        watch.install_hooks()
     watch.remove()
     return seen
 
@@ -586,8 +586,8 @@ def ignored_body(rank: int, world_size: int, kind: str) -> Any:
     watch.remove()
     again = wrap_like(odd(), wrapper.describe())
     same = torch.equal(loss_of(again, rank, 0), loss)
-    pieces = wrapper.pieces("model.", "gain", net.gain, net.gain)
-    return reported["gain"].shape, wrapper.describe() == wrapper_of(again).describe(), same, len(pieces)
+    shards = wrapper.shards("model.", "gain", net.gain, net.gain)
+    return reported["gain"].shape, wrapper.describe() == wrapper_of(again).describe(), same, len(shards)
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "fsdp1"])
@@ -753,15 +753,15 @@ def tensor_parallel_body(rank: int, world_size: int) -> Any:
     full = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
     parallelize_module(net, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     wrapper = wrapper_of(fully_shard(net, mesh=mesh["shard"]))
-    found = [piece for name, p in wrapper.named_parameters() for piece in wrapper.pieces("", name, p, p)]
-    pieces = [(p.name, p.tensor.clone(), p.stored_shape, p.offsets, p.true_shape) for p in found]
-    return pieces, full, (wrapper.shard_index, wrapper.num_shards)
+    found = [shard for name, p in wrapper.named_parameters() for shard in wrapper.shards("", name, p, p)]
+    shards = [(p.name, p.tensor.clone(), p.stored_shape, p.offsets, p.true_shape) for p in found]
+    return shards, full, (wrapper.shard_index, wrapper.num_shards)
 
 
 def test_pieces_tile_under_tensor_parallelism_too() -> None:
     results = run_ranks(tensor_parallel_body, 4)
     assert [place for _, _, place in results] == [(rank, 4) for rank in range(4)]
-    whole = reassembled([pieces for pieces, _, _ in results])
+    whole = reassembled([shards for shards, _, _ in results])
     assert all(torch.equal(whole[name], tensor) for name, tensor in results[0][1].items())
 
 
@@ -771,14 +771,14 @@ def unlike_body(rank: int, world_size: int) -> list[str]:
         wrapper = wrapper_of(wrapped(kind))
         name, parameter = wrapper.named_parameters()[-1]
         with pytest.raises(ValueError, match="cannot be told") as error:
-            wrapper.pieces("optim.0.", name, parameter, torch.zeros(3, 1), ".row")
+            wrapper.shards("optim.0.", name, parameter, torch.zeros(3, 1), ".row")
         messages.append(str(error.value).partition(" ")[0])
     net = nn.Sequential(nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
     wrapper = wrapper_of(
         flattened := FullyShardedDataParallel(net, use_orig_params=True, device_id=torch.device("cpu"))
     )
     with pytest.raises(ValueError, match="not contiguous"):
-        wrapper.pieces("", "0.weight", flattened.module[0].weight, flattened.module[0].weight)
+        wrapper.shards("", "0.weight", flattened.module[0].weight, flattened.module[0].weight)
     return messages
 
 
@@ -813,7 +813,7 @@ def forward_method_body(rank: int, world_size: int) -> list[int]:
     for _ in range(2):
         model.encode(torch.ones(2, 4)).sum().backward()
         counts.append(len(reported))
-        watch.arm()
+        watch.install_hooks()
     watch.remove()
     return counts
 

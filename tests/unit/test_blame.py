@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ddp_nanguard import NanGuard, NonFiniteError
-from ddp_nanguard.message import log_line
-from ddp_nanguard.site import FaultReport
+from ddp_nanguard.report.messages import log_line
+from ddp_nanguard.report.types import FaultReport
 
 WIDTH = 6
 Step = Callable[[Any, Any], "Tensor | dict[str, Tensor]"]
@@ -259,7 +259,7 @@ def test_code_after_a_checkpoint_is_not_put_down_to_the_checkpoint(use_reentrant
     report = report_of(model, batches(), plant=switch(model))
     assert report is not None and report.origin is not None
     assert (report.origin.phase, report.origin.layer) == ("backward", "")
-    assert report.origin.between is not None and report.origin.between.layer == ""
+    assert report.origin.inline_code is not None and report.origin.inline_code.layer == ""
 
 
 def test_a_tensor_that_an_unused_module_saw_first_still_belongs_to_the_code_after() -> None:
@@ -277,8 +277,8 @@ def test_a_tensor_that_an_unused_module_saw_first_still_belongs_to_the_code_afte
     model = Model(lambda m, x: spoil_gradient(m.block(x), m.on), block=Block())
     model.on = False  # type: ignore[assignment]
     report = report_of(model, batches(), plant=switch(model))
-    assert report is not None and report.origin is not None and report.origin.between is not None
-    assert report.origin.between.layer == ""
+    assert report is not None and report.origin is not None and report.origin.inline_code is not None
+    assert report.origin.inline_code.layer == ""
 
 
 def test_a_module_that_also_returns_its_input_is_not_blamed_for_what_follows() -> None:
@@ -310,8 +310,8 @@ def test_a_child_that_raises_leaves_the_stack() -> None:
     model = Model(body, raising=Raising())
     model.on = False  # type: ignore[assignment]
     report = report_of(model, batches(), plant=switch(model))
-    assert report is not None and report.origin is not None and report.origin.between is not None
-    assert report.origin.between.layer == ""
+    assert report is not None and report.origin is not None and report.origin.inline_code is not None
+    assert report.origin.inline_code.layer == ""
 
 
 @pytest.mark.parametrize("guilty", ["q", "k"])
@@ -395,8 +395,8 @@ def test_code_at_the_start_of_a_reentrant_checkpoint_within_another_one() -> Non
     model = Model(lambda m, x: checkpoint(m.outer, x, use_reentrant=True), outer=outer)
     report = report_of(model, batches(), plant=switch(inner))
     assert place_of(report) == ("backward", "outer.inner", 1, "grad")
-    assert report is not None and report.origin is not None and report.origin.between is not None
-    assert report.origin.between.layer == "outer.inner"
+    assert report is not None and report.origin is not None and report.origin.inline_code is not None
+    assert report.origin.inline_code.layer == "outer.inner"
 
 
 def test_a_module_that_is_registered_twice_does_not_share_its_weight_with_others() -> None:
@@ -537,7 +537,7 @@ def _where_trap(model: Any, values: Tensor) -> Tensor:
 
 def test_a_where_trap_is_between_its_neighbours() -> None:
     report = report_of(Model(_where_trap), batches())
-    assert report is not None and report.to_dict()["between"] == {"layer": "", "after": "b", "before": "a"}
+    assert report is not None and report.to_dict()["inline_code"] == {"layer": "", "after": "b", "before": "a"}
 
 
 @pytest.mark.parametrize(

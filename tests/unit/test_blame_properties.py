@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ddp_nanguard import NanGuard, NonFiniteError
-from ddp_nanguard.site import FaultReport, Site
+from ddp_nanguard.report.types import FaultReport, Site
 
 WIDTH, ROWS, ITEMS, ACCUMULATION = 6, 4, 4, 2
-LAYERS = ("linear", "frozen", "norm", "drop", "identity", "in-place", "writes")
+LAYERS = ("linear", "frozen_parameters", "norm", "drop", "identity", "in-place", "writes")
 LINES = ("code", "in-place code", "views", "plus tanh")
 HOWS = ("plain", "plain", "twice", "residual", "unused", "checkpoint", "reentrant")
 GIVES = ("tensor", "tuple", "dict", "dataclass")
-FRESH = ("linear", "frozen", "norm", "drop")
+FRESH = ("linear", "frozen_parameters", "norm", "drop")
 """Layers whose output may be changed in place: autograd keeps none of it."""
 
 Path = tuple[int, ...]
@@ -192,7 +192,7 @@ class Layer(nn.Module):
     def __init__(self, part: Part, world: World) -> None:
         super().__init__()
         self.kind, self.gives, self.world = part.kind, part.gives, world
-        if part.kind in ("linear", "frozen"):
+        if part.kind in ("linear", "frozen_parameters"):
             self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH, requires_grad=part.kind == "linear")
         if part.kind == "norm":
             self.register_buffer("mean", torch.zeros(WIDTH))
@@ -201,7 +201,7 @@ class Layer(nn.Module):
     def forward(self, values: Tensor, path: Path) -> Any:
         values = self.world.spoilt_gradient(values, path, "grad")
         match self.kind:
-            case "linear" | "frozen":
+            case "linear" | "frozen_parameters":
                 values = F.linear(values, self.world.spoilt_gradient(self.weight, path, "weight"))
             case "norm":
                 values = F.batch_norm(values, self.mean, self.variance, training=True)
@@ -223,8 +223,8 @@ class Tree(nn.Module):
         self.part, self.world = part, world
         for index, child in enumerate(part.body):
             if child.kind == "fork":
-                for side, twin in enumerate(child.body):
-                    self.add_module(f"m{index}_{side}", Layer(twin, world))
+                for side, empty_like_this in enumerate(child.body):
+                    self.add_module(f"m{index}_{side}", Layer(empty_like_this, world))
             elif not child.is_line:
                 self.add_module(f"m{index}", _module(child, world, pool))
 
@@ -319,7 +319,7 @@ class Expected:
     call: int | None
     slot: str | None
     kind: str
-    between: tuple[str, str | None, str | None] | None
+    inline_code: tuple[str, str | None, str | None] | None
     suspects: tuple[str, ...]
 
 
@@ -394,9 +394,9 @@ class Walk:
 
     def _fork(self, part: Part, name: str, path: Path, parent: Visit) -> None:
         names = tuple(f"{name}_{side}" for side in range(len(part.body)))
-        for side, twin in enumerate(part.body):
+        for side, empty_like_this in enumerate(part.body):
             place = (*path, side)
-            self._layer(twin, names[side], place, parent, used=parent.used)
+            self._layer(empty_like_this, names[side], place, parent, used=parent.used)
             self._forks[place] = parent, names
 
     def _line(self, part: Part, path: Path, visit: Visit) -> None:
@@ -416,8 +416,8 @@ class Walk:
         phase = "forward" if trap.place == "output" else "backward"
         kind = "nan" if math.isnan(trap.value) else ("inf" if trap.value > 0 else "-inf")
         if trap.path in self._lines:
-            between = self._between(trap, visit) if visit.children else None
-            return Expected(phase, visit.layer, visit.number, None, kind, between, ())
+            inline_code = self._inline_code(trap, visit) if visit.children else None
+            return Expected(phase, visit.layer, visit.number, None, kind, inline_code, ())
         if trap.place == "weight":
             call = visit.number if self._counts[visit.layer] == 1 else None
             return Expected(phase, visit.layer, call, f"{visit.layer}.weight", kind, None, ())
@@ -427,7 +427,7 @@ class Walk:
         return Expected(phase, visit.layer, visit.number, trap.place, kind, None, ())
 
     @staticmethod
-    def _between(trap: Trap, visit: Visit) -> tuple[str, str | None, str | None]:
+    def _inline_code(trap: Trap, visit: Visit) -> tuple[str, str | None, str | None]:
         before = [child.layer for path, child in visit.children if path < trap.path]
         after = [child.layer for path, child in visit.children if path > trap.path]
         return visit.layer, before[-1] if before else None, after[0] if after else None
@@ -469,11 +469,18 @@ def _report(tree: Part, trap: Trap | None) -> FaultReport | None:
 
 
 def _said(site: Site, expected: Expected) -> Expected:
-    between = None if site.between is None else (str(site.between.layer), site.between.after, site.between.before)
-    if site.phase == "backward" and between is not None and expected.between is not None:
-        between = (between[0], *expected.between[1:])  # where in the order of gradients has no name of its own
+    inline_code = (
+        None
+        if site.inline_code is None
+        else (str(site.inline_code.layer), site.inline_code.after, site.inline_code.before)
+    )
+    if site.phase == "backward" and inline_code is not None and expected.inline_code is not None:
+        inline_code = (
+            inline_code[0],
+            *expected.inline_code[1:],
+        )  # where in the order of gradients has no name of its own
     slot = None if expected.slot is None else site.slot
-    return Expected(str(site.phase), site.layer or "", site.call, slot, site.kind, between, site.suspects)
+    return Expected(str(site.phase), site.layer or "", site.call, slot, site.kind, inline_code, site.suspects)
 
 
 @pytest.mark.timeout(300)  # a failure is shrunk first

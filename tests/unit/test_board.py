@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddp_nanguard.board import Board, Region
-from ddp_nanguard.scan import in_memory_order
+from ddp_nanguard.probes.slots import SlotBuffer, SlotRole
+from ddp_nanguard.tensors.minmax import in_memory_order
 
 LAYOUTS = {
     "contiguous": lambda t: t.contiguous(),
@@ -33,15 +33,15 @@ def test_a_slot_holds_minimum_and_maximum_whatever_the_layout(layout: str, bad: 
     if bad is not None:
         tensor[1, 0, 1, 2] = tensor[1, 1, 1, 1] = bad
     tensor = LAYOUTS[layout](tensor)
-    board = Board(history=2)
-    assert board.reduce(Region.EVIDENCE, tensor, "it") == 1
-    (reading,) = board.readings()
+    slots = SlotBuffer(history=2)
+    assert slots.reduce(SlotRole.EVIDENCE, tensor, "it") == 1
+    (stats,) = slots.slot_stats()
     values = tensor.flatten().tolist()
     if any(math.isnan(value) for value in values):
-        assert math.isnan(reading.minimum) and math.isnan(reading.maximum)
+        assert math.isnan(stats.minimum) and math.isnan(stats.maximum)
     else:
-        assert (reading.minimum, reading.maximum) == (min(values), max(values))
-    assert reading.note == "it" and (bad is None or any(not math.isfinite(value) for value in values))
+        assert (stats.minimum, stats.maximum) == (min(values), max(values))
+    assert stats.source == "it" and (bad is None or any(not math.isfinite(value) for value in values))
 
 
 @pytest.mark.parametrize("layout", ["channels last", "transposed"])
@@ -53,14 +53,14 @@ def test_dense_tensors_are_read_in_the_order_of_memory(layout: str) -> None:
 
 
 def test_what_is_looked_at_later_keeps_its_order() -> None:
-    board = Board(history=2)
-    board.order = 3
-    board.reduce(Region.EVIDENCE, torch.ones(1), "later")
-    board.reduce(Region.GRADIENT, torch.ones(1, dtype=torch.float64), "earlier", order=2)
-    assert [reading.note for reading in board.readings()] == ["earlier", "later"]
-    board.keep(0)
-    (past,) = board.past()
-    assert [(reading.order, reading.region) for reading in past.readings()] == [
-        (2, Region.GRADIENT),
-        (4, Region.EVIDENCE),
+    slots = SlotBuffer(history=2)
+    slots.order = 3
+    slots.reduce(SlotRole.EVIDENCE, torch.ones(1), "later")
+    slots.reduce(SlotRole.GRADIENT, torch.ones(1, dtype=torch.float64), "earlier", order=2)
+    assert [stats.source for stats in slots.slot_stats()] == ["earlier", "later"]
+    slots.push_history(0)
+    (past,) = slots.past()
+    assert [(stats.order, stats.role) for stats in past.slot_stats()] == [
+        (2, SlotRole.GRADIENT),
+        (4, SlotRole.EVIDENCE),
     ]

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_nanguard import cause
+from ddp_nanguard.diagnosis.diagnose import without_replay
 from ddp_nanguard.dump import open_dump
-from ddp_nanguard.replay.diagnosis import without_replay
+from ddp_nanguard.fault import cause
 from tests.diagnosing import Body, Job, N, batch, body, square, trained
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_nanguard.config import ENV_PREFIX, RESERVED_ENVIRONMENT, GuardConfig, environment_ignored
-from ddp_nanguard.site import Phase
+from ddp_nanguard.report.types import Phase
 
 build = GuardConfig.from_code_and_environment
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp_nanguard.cli import main
-from ddp_nanguard.drill_job import launcher_end, with_logs
+from ddp_nanguard.cli.drill_job import launcher_end, with_logs
+from ddp_nanguard.cli.main import main
 
 
 @pytest.mark.parametrize(

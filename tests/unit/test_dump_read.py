@@ -18,16 +18,16 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 
-from ddp_nanguard import cli
+from ddp_nanguard.capture.rng import restore
+from ddp_nanguard.cli import main as cli
 from ddp_nanguard.dump import format as dump_format
 from ddp_nanguard.dump import open_dump, write_dump
 from ddp_nanguard.dump import state as state_module
-from ddp_nanguard.dump.place import rotate
+from ddp_nanguard.dump.directories import rotate
 from ddp_nanguard.errors import DumpError
-from ddp_nanguard.pieces import Piece
-from ddp_nanguard.report_text import human_size, report_text
-from ddp_nanguard.rng import restore
-from ddp_nanguard.site import SCHEMA_VERSION, FaultReport
+from ddp_nanguard.report.text import human_size, report_text
+from ddp_nanguard.report.types import SCHEMA_VERSION, FaultReport
+from ddp_nanguard.tensors.shards import TensorShard
 from tests.dump_requests import DTYPES, bytes_of, random_tensor, report, request
 
 
@@ -191,7 +191,7 @@ def request_of_all_dtypes(tmp_path):
     tensors["model.empty"] = torch.empty(0, 3)
     tensors["model.transposed"] = torch.arange(6.0).reshape(2, 3).T
     tensors["model.slice"] = torch.arange(100.0)[40:43]
-    state = [Piece.whole(name, tensor) for name, tensor in tensors.items()]
+    state = [TensorShard.whole(name, tensor) for name, tensor in tensors.items()]
     return request(tmp_path, state=state, aliases={"model.tied": "model.float32"}), tensors
 
 
@@ -215,7 +215,7 @@ def test_large_tensors_are_cut_into_bounded_files(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "COPY_BYTES", 4096)
     tensors = {"model.big": torch.rand(3, 5000), "model.tall": torch.rand(5000, 2)}
     tensors |= {f"model.{i}": torch.rand(300) for i in range(10)}
-    state = [Piece.whole(name, tensor) for name, tensor in tensors.items()]
+    state = [TensorShard.whole(name, tensor) for name, tensor in tensors.items()]
     result = write_dump(request(tmp_path, state=state))
     files = list((Path(result.path) / "state").iterdir())
     assert len(files) > 20 and max(file.stat().st_size for file in files) < 4096 + 2048

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_nanguard.cli import main
-from ddp_nanguard.replay import experiments
-from ddp_nanguard.replay.minimize import minimize, rows_of
-from tests.diagnosing import Body, Job, batch, between, of_loss, session_of, square, trained
+from ddp_nanguard.cli.main import main
+from ddp_nanguard.diagnosis import experiments
+from ddp_nanguard.diagnosis.minimize import minimize, rows_of
+from tests.diagnosing import Body, Job, batch, inline_code, of_loss, session_of, square, trained
 
 # -- experiments
 # ----------------------------------------------------------------------------------------------------------------
@@ -25,7 +25,7 @@ def half(h: Tensor) -> Tensor:
 
 
 def test_a_wider_dtype_stays_finite(tmp_path: Path) -> None:
-    session = session_of(between(half), tmp_path)
+    session = session_of(inline_code(half), tmp_path)
     assert experiments.in_dtype(session, "float32").failed is True
     assert experiments.in_dtype(session, "float64").text.startswith("the step is finite")
 
@@ -40,7 +40,7 @@ def every_other(h: Tensor) -> Tensor:
 
 def test_repetition_counts(tmp_path: Path) -> None:
     _runs.clear()
-    session = session_of(between(every_other), tmp_path)
+    session = session_of(inline_code(every_other), tmp_path)
     _runs.clear()
     found = experiments.repeat(session, 4)
     assert found.text.startswith("2 of 4 runs non-finite: 2 times forward · code of (root)")
@@ -106,7 +106,7 @@ def test_pdb_stops_in_the_users_frame(tmp_path: Path, monkeypatch: pytest.Monkey
             frames.append((frame.f_code.co_name, sorted(frame.f_locals)))
 
     monkeypatch.setattr(experiments.pdb, "Pdb", Shell)
-    assert main(["replay", trained(between(half), tmp_path), "--pdb", "--device", "cpu"]) == 0
+    assert main(["replay", trained(inline_code(half), tmp_path), "--pdb", "--device", "cpu"]) == 0
     assert frames == [("half", ["h"])]
 
 
@@ -115,7 +115,7 @@ def test_pdb_stops_in_the_users_frame(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_plain_replay_is_said_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    dump = trained(between(half), tmp_path)
+    dump = trained(inline_code(half), tmp_path)
     capsys.readouterr()
     assert main(["replay", dump, "--trace", "--repeat", "2"]) == 0
     text = capsys.readouterr().out
@@ -133,7 +133,7 @@ def test_the_plain_replay_is_said_first(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_everything_is_in_the_json_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    dump = trained(between(half), tmp_path)
+    dump = trained(inline_code(half), tmp_path)
     capsys.readouterr()
     main(["replay", dump, "--trace", "--dtype", "float64", "--json"])
     data = json.loads(capsys.readouterr().out)
@@ -143,7 +143,7 @@ def test_everything_is_in_the_json_too(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_explain_without_a_recipe_says_what_it_rests_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    job = between(half, options={"replay": None})
+    job = inline_code(half, options={"replay": None})
     dump = trained(job, tmp_path)
     capsys.readouterr()
     assert main(["explain", dump]) == 0

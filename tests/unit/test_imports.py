@@ -53,7 +53,7 @@ def _runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
         yield from _runtime_nodes(child)
 
 
-def _parts(path: Path) -> set[str]:
+def _context(path: Path) -> set[str]:
     """Parts of this package that a file imports."""
     return {name.split(".")[1] for name in _imports(path) if name.startswith("ddp_nanguard.")}
 
@@ -61,7 +61,7 @@ def _parts(path: Path) -> set[str]:
 @pytest.mark.parametrize("part", sorted(LEAVES))
 def test_leaves_import_nothing_of_the_rest_and_no_communication(part: str) -> None:
     for path in _modules(part):
-        assert _parts(path) <= LEAVES, path
+        assert _context(path) <= LEAVES, path
         names = set(_imports(path))
         assert not {name for name in names if name.startswith("torch.distributed")}, path
         assert "torch.distributed" not in path.read_text() or part == "scan", path
@@ -72,7 +72,7 @@ def test_imports_go_one_way(part: str) -> None:
     modules = _modules(part)
     assert modules, f"no part called {part}"
     for path in modules:
-        assert not _parts(path) & FORBIDDEN[part], path
+        assert not _context(path) & FORBIDDEN[part], path
 
 
 def test_only_the_dump_touches_files_and_only_config_reads_the_environment() -> None:

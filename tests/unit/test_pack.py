@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
+from ddp_nanguard.dump.batch_codec import UnregisteredObject, pack, unpack
 from ddp_nanguard.dump.format import read_tensors, write_tensors
-from ddp_nanguard.dump.pack import Unbuilt, pack, unpack
 from ddp_nanguard.errors import DumpError
 from tests.dump_requests import DTYPES, bytes_of, random_tensor
 
@@ -135,7 +135,7 @@ def test_registered_types_are_rebuilt(through_disk):
 
 def test_unregistered_types_keep_their_fields(through_disk):
     result = through_disk(Sample(torch.ones(2), 3))
-    assert isinstance(result, Unbuilt) and result.label == 3 and torch.equal(result["image"], torch.ones(2))
+    assert isinstance(result, UnregisteredObject) and result.label == 3 and torch.equal(result["image"], torch.ones(2))
     assert result.type_name == f"{__name__}.Sample"
     with pytest.raises(
         AttributeError, match=r"Sample is not rebuilt and has no field 'other'; give Recipe.batch_types"
@@ -150,7 +150,7 @@ def test_what_cannot_be_stored_is_named(value):
     packed = pack({"batch": [0, value]})
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     assert packed.notes == [f"['batch'][1]: {kind} left out, it cannot be stored"]
-    assert unpack(packed.structure, packed.tensors) == {"batch": [0, Unbuilt(kind)]}
+    assert unpack(packed.structure, packed.tensors) == {"batch": [0, UnregisteredObject(kind)]}
 
 
 def test_cycles_and_bottomless_structures_end():

@@ -15,7 +15,7 @@ class Terminal(io.StringIO):
         return True
 
 
-class Clock:
+class StepCounter:
     """A clock that the test moves."""
 
     now_s = 100.0
@@ -25,13 +25,13 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> StepCounter:
+    made = StepCounter()
     monkeypatch.setattr(progress, "time", made)
     return made
 
 
-def _told(stream: io.StringIO | None, clock: Clock, seconds: list[float], **options: bool) -> str:
+def _told(stream: io.StringIO | None, clock: StepCounter, seconds: list[float], **options: bool) -> str:
     with Progress("dump", 4 * GIB, stream=stream, **options) as told:
         for second in seconds:
             clock.now_s = 100.0 + second
@@ -39,28 +39,28 @@ def _told(stream: io.StringIO | None, clock: Clock, seconds: list[float], **opti
     return stream.getvalue() if stream is not None else ""
 
 
-def test_what_is_soon_done_is_not_worth_a_line(clock: Clock) -> None:
+def test_what_is_soon_done_is_not_worth_a_line(clock: StepCounter) -> None:
     assert _told(Terminal(), clock, [0.5, 1.0, 1.9]) == ""
 
 
-def test_a_file_gets_few_lines(clock: Clock) -> None:
+def test_a_file_gets_few_lines(clock: StepCounter) -> None:
     lines = _told(io.StringIO(), clock, [1.0, 2.0, 3.0, 11.0, 12.0]).splitlines()
     assert lines == ["dump: 1.0 of 4.0 GiB, 537 MB/s", "dump: 2.5 of 4.0 GiB, 224 MB/s"]
 
 
-def test_a_terminal_gets_one_line_that_goes_away(clock: Clock) -> None:
+def test_a_terminal_gets_one_line_that_goes_away(clock: StepCounter) -> None:
     text = _told(Terminal(), clock, [2.0, 2.1, 3.0])
     first, second, cleared = (part for part in text.split("\r") if part)
     assert (first.rstrip(), second.rstrip()) == ("dump: 0.5 of 4.0 GiB, 268 MB/s", "dump: 1.5 of 4.0 GiB, 537 MB/s")
     assert cleared.strip() == "" and "\n" not in text
 
 
-def test_other_ranks_and_test_runs_are_silent(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_ranks_and_test_runs_are_silent(clock: StepCounter, capsys: pytest.CaptureFixture[str]) -> None:
     assert _told(Terminal(), clock, [5.0], speaks=False) == ""
     assert _told(None, clock, [5.0]) == capsys.readouterr().err == ""
 
 
-def test_a_closed_stream_ends_nothing(clock: Clock) -> None:
+def test_a_closed_stream_ends_nothing(clock: StepCounter) -> None:
     stream = io.StringIO()
     with Progress("dump", GIB, stream=stream) as told:
         stream.close()

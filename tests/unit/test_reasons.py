@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.diagnosing import WIDTH, N, between, diagnosed, marked, of_loss
+from tests.diagnosing import WIDTH, N, diagnosed, inline_code, marked, of_loss
 
 THIS = sys.modules[__name__]
 
@@ -199,12 +199,16 @@ BETWEEN: list[tuple[str, Callable[[Tensor], Tensor], str, str]] = [
 @pytest.mark.filterwarnings("ignore:var")
 @pytest.mark.parametrize(("name", "function", "operator", "kind"), BETWEEN, ids=[case[0] for case in BETWEEN])
 def test_between_two_layers(name: str, function: Any, operator: str, kind: str, tmp_path: Path) -> None:
-    found = diagnosed(between(function), tmp_path)
-    birth = found.traced.birth if found.traced is not None else None
-    assert birth is not None and birth.line is not None, found
-    assert (birth.operator, birth.line.number, found.reason.kind) == (operator, marked(THIS, name), kind)
-    assert birth.line.file == __file__
-    assert birth.layer == ""
+    found = diagnosed(inline_code(function), tmp_path)
+    first_nonfinite_op = found.traced.first_nonfinite_op if found.traced is not None else None
+    assert first_nonfinite_op is not None and first_nonfinite_op.line is not None, found
+    assert (first_nonfinite_op.operator, first_nonfinite_op.line.number, found.reason.kind) == (
+        operator,
+        marked(THIS, name),
+        kind,
+    )
+    assert first_nonfinite_op.line.file == __file__
+    assert first_nonfinite_op.layer == ""
 
 
 # -- losses
@@ -264,9 +268,9 @@ LOSSES: list[tuple[str, Callable[..., Any], dict[str, Any], str, str, str]] = [
 @pytest.mark.parametrize(("name", "loss", "more", "operator", "kind", "text"), LOSSES, ids=[c[0] for c in LOSSES])
 def test_losses(name: str, loss: Any, more: Any, operator: str, kind: str, text: str, tmp_path: Path) -> None:
     found = diagnosed(of_loss(loss, **more), tmp_path)
-    birth = found.traced.birth if found.traced is not None else None
-    assert birth is not None and birth.line is not None, found
+    first_nonfinite_op = found.traced.first_nonfinite_op if found.traced is not None else None
+    assert first_nonfinite_op is not None and first_nonfinite_op.line is not None, found
     line = marked(THIS, name)
-    assert (birth.operator, birth.line.number, found.reason.kind) == (operator, line, kind)
+    assert (first_nonfinite_op.operator, first_nonfinite_op.line.number, found.reason.kind) == (operator, line, kind)
     assert found.reason.sentence == text.replace("LINE", str(line))
-    assert birth.layer == ("" if birth.phase == "forward" else None)
+    assert first_nonfinite_op.layer == ("" if first_nonfinite_op.phase == "forward" else None)

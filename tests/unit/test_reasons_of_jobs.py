@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.diagnosing import WIDTH, Body, Job, N, batch, between, body, diagnosed, marked, of_loss, square
+from tests.diagnosing import WIDTH, Body, Job, N, batch, body, diagnosed, inline_code, marked, of_loss, square
 
 THIS = sys.modules[__name__]
 
@@ -30,9 +30,9 @@ def test_a_bad_sample_is_named_with_its_ids(tmp_path: Path) -> None:
     items = batch(path=["a.png", "b.png", "c.png", "d.png", "e.png", "f.png"], index=torch.arange(100, 106))
     items["x"][3, 1] = math.nan
     found = diagnosed(Job(body(torch.tanh), square, [batch(), items], accumulation=2), tmp_path)
-    assert found.traced is not None and found.traced.birth is not None
+    assert found.traced is not None and found.traced.first_nonfinite_op is not None
     assert found.traced.micro_batch == 1
-    assert (found.traced.birth.layer, found.traced.birth.call) == ("a", 1)
+    assert (found.traced.first_nonfinite_op.layer, found.traced.first_nonfinite_op.call) == ("a", 1)
     assert (found.reason.kind, found.reason.sentence) == ("bad input", 'batch["x"] holds NaN, sample 3')
     assert found.reason.evidence[0] == '1 of 24 elements, first batch["x"][3, 1]'
     assert found.reason.evidence[2:] == (
@@ -50,8 +50,8 @@ class Spoilt(Body):
 def test_a_weight_that_was_bad_before_training(tmp_path: Path) -> None:
     found = diagnosed(Job(Spoilt, square, [batch()]), tmp_path)
     assert (found.reason.kind, found.reason.sentence) == ("state", "b.weight held NaN before any training")
-    assert found.traced is not None and found.traced.birth is not None
-    assert found.traced.birth.layer == "b"
+    assert found.traced is not None and found.traced.first_nonfinite_op is not None
+    assert found.traced.first_nonfinite_op.layer == "b"
 
 
 class Unwritten(Body):
@@ -65,8 +65,12 @@ class Unwritten(Body):
 def test_memory_that_nobody_wrote(tmp_path: Path) -> None:
     found = diagnosed(Job(lambda: Unwritten(torch.tanh), square, [batch()]), tmp_path)
     assert found.reason.kind == "uninitialised memory"
-    assert found.traced is not None and found.traced.birth is not None and found.traced.birth.line is not None
-    assert found.traced.birth.line.number == marked(THIS, "empty")
+    assert (
+        found.traced is not None
+        and found.traced.first_nonfinite_op is not None
+        and found.traced.first_nonfinite_op.line is not None
+    )
+    assert found.traced.first_nonfinite_op.line.number == marked(THIS, "empty")
 
 
 class Normed(Body):
@@ -82,9 +86,12 @@ class Normed(Body):
 
 def test_running_statistics_that_overflow(tmp_path: Path) -> None:
     found = diagnosed(Job(lambda: Normed(), square, [batch()]), tmp_path)
-    assert found.traced is not None and found.traced.birth is not None
+    assert found.traced is not None and found.traced.first_nonfinite_op is not None
     assert found.traced.target == "the buffer norm.running_var is +Inf"
-    assert (found.traced.birth.operator, found.traced.birth.layer) == ("aten.native_batch_norm.default", "norm")
+    assert (found.traced.first_nonfinite_op.operator, found.traced.first_nonfinite_op.layer) == (
+        "aten.native_batch_norm.default",
+        "norm",
+    )
     assert found.reason.kind == "overflow"
 
 
@@ -95,10 +102,17 @@ def hooked(h: Tensor) -> Tensor:
 
 
 def test_code_of_the_users_that_runs_in_backward(tmp_path: Path) -> None:
-    found = diagnosed(between(hooked), tmp_path)
-    assert found.traced is not None and found.traced.birth is not None and found.traced.birth.line is not None
-    assert (found.traced.birth.phase, found.traced.birth.line.number) == ("backward", marked(THIS, "hook"))
-    assert (found.reason.kind, found.traced.birth.numbers) == ("division by zero", ("other=0",))
+    found = diagnosed(inline_code(hooked), tmp_path)
+    assert (
+        found.traced is not None
+        and found.traced.first_nonfinite_op is not None
+        and found.traced.first_nonfinite_op.line is not None
+    )
+    assert (found.traced.first_nonfinite_op.phase, found.traced.first_nonfinite_op.line.number) == (
+        "backward",
+        marked(THIS, "hook"),
+    )
+    assert (found.reason.kind, found.traced.first_nonfinite_op.numbers) == ("division by zero", ("other=0",))
 
 
 def test_an_infinity_of_the_batch_that_becomes_nan_at_once(tmp_path: Path) -> None:
@@ -143,7 +157,7 @@ def test_a_learning_rate_that_is_no_number(tmp_path: Path) -> None:
     def spoil(model: Any, optimizer: Any, index: int) -> None:
         optimizer.param_groups[0]["lr"] = math.nan
 
-    found = diagnosed(between(torch.tanh, before_update=spoil), tmp_path)
+    found = diagnosed(inline_code(torch.tanh, before_update=spoil), tmp_path)
     assert (found.reason.kind, found.reason.sentence) == ("hyper-parameter", "g0.lr is NaN")
 
 
@@ -156,7 +170,7 @@ def test_growth_by_a_learning_rate(tmp_path: Path) -> None:
 
 
 def test_a_scale_that_collapses(tmp_path: Path) -> None:
-    job = between(root_of_squares, scaler=lambda: torch.amp.GradScaler("cpu", init_scale=4.0))
+    job = inline_code(root_of_squares, scaler=lambda: torch.amp.GradScaler("cpu", init_scale=4.0))
     job.options = {"scale_floor": 2.0}
     job.batches = [batch()] * 9
     found = diagnosed(job, tmp_path)
@@ -164,7 +178,7 @@ def test_a_scale_that_collapses(tmp_path: Path) -> None:
 
 
 def test_a_scale_that_is_too_large_for_too_long(tmp_path: Path) -> None:
-    job = between(torch.tanh, scaler=lambda: torch.amp.GradScaler("cpu", init_scale=2.0**127))
+    job = inline_code(torch.tanh, scaler=lambda: torch.amp.GradScaler("cpu", init_scale=2.0**127))
     job.options = {"max_consecutive_overflows": 2}
     job.step = lambda model, items: square(model, items) * 1e3
     job.batches = [batch()] * 4
@@ -187,10 +201,18 @@ class Twice(Body):
 
 def test_a_shared_encoder(tmp_path: Path) -> None:
     found = diagnosed(Job(lambda: Twice(torch.tanh), square, [batch()]), tmp_path)
-    assert found.traced is not None and found.traced.birth is not None and found.traced.birth.line is not None
-    birth = found.traced.birth
-    assert (birth.line.number, birth.layer, birth.phase) == (marked(THIS, "D14"), "", "backward")
-    assert birth.node == "SqrtBackward0" and birth.forward_operator == "aten.sqrt.default"
+    assert (
+        found.traced is not None
+        and found.traced.first_nonfinite_op is not None
+        and found.traced.first_nonfinite_op.line is not None
+    )
+    first_nonfinite_op = found.traced.first_nonfinite_op
+    assert (first_nonfinite_op.line.number, first_nonfinite_op.layer, first_nonfinite_op.phase) == (
+        marked(THIS, "D14"),
+        "",
+        "backward",
+    )
+    assert first_nonfinite_op.node == "SqrtBackward0" and first_nonfinite_op.forward_operator == "aten.sqrt.default"
     assert found.reason.sentence.startswith("the derivative of sqrt at 0 is infinite")
 
 
@@ -213,9 +235,17 @@ class Second(Body):
 
 def test_the_call_of_a_shared_module(tmp_path: Path) -> None:
     found = diagnosed(Job(Second, square, [batch()]), tmp_path)
-    assert found.traced is not None and found.traced.birth is not None and found.traced.birth.line is not None
-    birth = found.traced.birth
-    assert (birth.layer, birth.call, birth.line.number) == ("divide", 2, marked(THIS, "H08"))
+    assert (
+        found.traced is not None
+        and found.traced.first_nonfinite_op is not None
+        and found.traced.first_nonfinite_op.line is not None
+    )
+    first_nonfinite_op = found.traced.first_nonfinite_op
+    assert (first_nonfinite_op.layer, first_nonfinite_op.call, first_nonfinite_op.line.number) == (
+        "divide",
+        2,
+        marked(THIS, "H08"),
+    )
     assert found.reason.kind == "division by zero"
 
 
@@ -237,10 +267,22 @@ class Checkpointed(Body):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing(reentrant: bool, tmp_path: Path) -> None:
     found = diagnosed(Job(lambda: Checkpointed(reentrant), square, [batch()]), tmp_path)
-    assert found.traced is not None and found.traced.birth is not None and found.traced.birth.line is not None
-    birth = found.traced.birth
-    assert (birth.layer, birth.call, birth.line.number) == ("root", 1, marked(THIS, "H03"))
-    assert (birth.phase, birth.node, found.reason.kind) == ("backward", "SqrtBackward0", "edge of domain")
+    assert (
+        found.traced is not None
+        and found.traced.first_nonfinite_op is not None
+        and found.traced.first_nonfinite_op.line is not None
+    )
+    first_nonfinite_op = found.traced.first_nonfinite_op
+    assert (first_nonfinite_op.layer, first_nonfinite_op.call, first_nonfinite_op.line.number) == (
+        "root",
+        1,
+        marked(THIS, "H03"),
+    )
+    assert (first_nonfinite_op.phase, first_nonfinite_op.node, found.reason.kind) == (
+        "backward",
+        "SqrtBackward0",
+        "edge of domain",
+    )
 
 
 def test_autocast(tmp_path: Path) -> None:
@@ -249,8 +291,12 @@ def test_autocast(tmp_path: Path) -> None:
             return model(items["x"] * 1e4).square().float().mean()  # type: ignore[no-any-return]  # <autocast>
 
     found = diagnosed(Job(lambda: Body(lambda h: h), step, [batch()]), tmp_path)
-    assert found.traced is not None and found.traced.birth is not None and found.traced.birth.line is not None
-    assert found.traced.birth.line.number == marked(THIS, "autocast")
+    assert (
+        found.traced is not None
+        and found.traced.first_nonfinite_op is not None
+        and found.traced.first_nonfinite_op.line is not None
+    )
+    assert found.traced.first_nonfinite_op.line.number == marked(THIS, "autocast")
     assert found.reason.kind == "overflow"
     assert found.reason.sentence.endswith("it stays finite in float32")
 
@@ -266,8 +312,12 @@ def test_compiled_models_are_replayed_eagerly_and_that_is_said(tmp_path: Path) -
         return model
 
     found = diagnosed(Job(build, square, [batch()]), tmp_path)
-    assert found.traced is not None and found.traced.birth is not None and found.traced.birth.line is not None
-    assert found.traced.birth.line.number == marked(THIS, "log")
+    assert (
+        found.traced is not None
+        and found.traced.first_nonfinite_op is not None
+        and found.traced.first_nonfinite_op.line is not None
+    )
+    assert found.traced.first_nonfinite_op.line.number == marked(THIS, "log")
     assert "the model is compiled in training; the trace ran it eagerly" in found.traced.notes
 
 
@@ -281,6 +331,6 @@ def sometimes(h: Tensor) -> Tensor:
 
 def test_what_does_not_come_again(tmp_path: Path) -> None:
     _runs.clear()
-    found = diagnosed(between(sometimes), tmp_path)
+    found = diagnosed(inline_code(sometimes), tmp_path)
     assert found.reason.kind == "not reproduced"
-    assert found.traced is not None and found.traced.birth is None
+    assert found.traced is not None and found.traced.first_nonfinite_op is None

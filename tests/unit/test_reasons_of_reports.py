@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ddp_nanguard.replay.reasons import KINDS, RULES, Facts, reason_for
-from ddp_nanguard.site import FaultReport, Phase, SecondRun, Site
+from ddp_nanguard.diagnosis.rules import REASON_KINDS, RULES, TraceFacts, reason_for
+from ddp_nanguard.report.types import FaultReport, Phase, SecondRun, Site
 
 
 def site(phase: str, **more: Any) -> Site:
@@ -30,7 +30,7 @@ def history(loss: list[float], gradient: float = 1.0) -> dict[str, Any]:
 
 def test_overflow_in_the_reduce() -> None:
     histories = {0: history([1.0], 40000.0), 1: history([1.0], 30000.0)}
-    found = reason_for(Facts(report(site("reduce", rank=None)), histories=histories))
+    found = reason_for(TraceFacts(report(site("reduce", rank=None)), histories=histories))
     assert found.kind == "overflow in the reduce"
     assert found.sentence == (
         "b.weight overflowed in the reduce: every rank's gradient was finite, "
@@ -44,8 +44,8 @@ def test_overflow_in_the_reduce() -> None:
     [
         (site("reduce", rank=None), {0: history([1.0], 4.0), 1: history([1.0], 3.0)}),
         (site("reduce", rank=None), {0: history([1.0], 40000.0)}),
-        (site("reduce", rank=None, taken_in="unchecked"), {0: history([1.0], 4e4), 1: history([1.0], 4e4)}),
-        (site("state", taken_in="unchecked"), {}),
+        (site("reduce", rank=None, input_kind="unchecked"), {0: history([1.0], 4e4), 1: history([1.0], 4e4)}),
+        (site("state", input_kind="unchecked"), {}),
         (site("optimizer"), {}),
         (site("forward"), {0: history([1.0, 2.0, 3.0, 4.0, 5.0])}),
         (site("forward"), {0: history([1.0, 20.0, 400.0, 8000.0, 16.0])}),
@@ -58,30 +58,30 @@ def test_overflow_in_the_reduce() -> None:
     ],
 )  # fmt: skip
 def test_what_proves_nothing_is_unknown(origin: Site, histories: Any) -> None:
-    assert reason_for(Facts(report(origin), histories=histories)).kind == "unknown"
+    assert reason_for(TraceFacts(report(origin), histories=histories)).kind == "unknown"
 
 
 def test_growth_from_the_history_alone() -> None:
     histories = {rank: history([7.0, 1.0, 10.0, 100.0, 1e3, 1e4]) for rank in (0, 1)}
-    found = reason_for(Facts(report(site("forward")), histories=histories))
+    found = reason_for(TraceFacts(report(site("forward")), histories=histories))
     assert found.sentence == "growth: the loss grew by a factor of 10.00 per step since step 4, on every rank"
-    one = reason_for(Facts(report(site("forward")), histories={0: histories[0], 1: history([1.0] * 6)}))
+    one = reason_for(TraceFacts(report(site("forward")), histories={0: histories[0], 1: history([1.0] * 6)}))
     assert one.sentence.endswith("since step 4, on rank 0")
 
 
 def test_state_from_the_report_alone() -> None:
-    found = reason_for(Facts(report(site("state", kind="nan"), state=("b.weight", "b.bias"))))
+    found = reason_for(TraceFacts(report(site("state", kind="nan"), state=("b.weight", "b.bias"))))
     assert (found.kind, found.sentence) == ("state", "b.weight held NaN before the step")
     assert found.evidence == ("damaged: b.weight, b.bias",)
 
 
 def test_without_any_facts_the_reason_is_unknown() -> None:
-    assert reason_for(Facts()).kind == "unknown"
-    assert all(rule(Facts()) is None for rule in RULES)
+    assert reason_for(TraceFacts()).kind == "unknown"
+    assert all(rule(TraceFacts()) is None for rule in RULES)
 
 
 def test_the_list_of_kinds_is_closed() -> None:
-    assert len(set(KINDS)) == len(KINDS) and KINDS[-1] == "unknown"
+    assert len(set(REASON_KINDS)) == len(REASON_KINDS) and REASON_KINDS[-1] == "unknown"
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_the_list_of_kinds_is_closed() -> None:
 )
 def test_a_rerun_in_place_is_evidence(outcome: str | None, in_place: str, sentence: str) -> None:
     second = SecondRun(in_place, {in_place: (1, (0,))}, "what came of it")
-    found = reason_for(Facts(report(site("forward"), rerun=second), outcome=outcome))
+    found = reason_for(TraceFacts(report(site("forward"), rerun=second), outcome=outcome))
     assert found.kind == "not reproduced"
     assert found.sentence.startswith(f"the same step was finite {sentence}")
     assert found.evidence == ("rerun in place, before the dump: what came of it",)
@@ -102,4 +102,4 @@ def test_a_rerun_in_place_is_evidence(outcome: str | None, in_place: str, senten
 
 def test_a_rerun_that_went_bad_again_says_nothing_by_itself() -> None:
     second = SecondRun("same", {"same": (2, (0, 1))}, "same on all 2 ranks: deterministic")
-    assert reason_for(Facts(report(site("forward"), rerun=second))).kind == "unknown"
+    assert reason_for(TraceFacts(report(site("forward"), rerun=second))).kind == "unknown"

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from ddp_nanguard import NanGuard, NonFiniteError, Recipe
-from ddp_nanguard.cli import main
+from ddp_nanguard.cli.main import main
 from ddp_nanguard.replay.session import what_needs_optimizer
-from ddp_nanguard.site import Phase, Site
+from ddp_nanguard.report.types import Phase, Site
 
 WIDTH = 6
 FAULT_AT = 2

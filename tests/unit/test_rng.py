@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddp_nanguard.rng import capture, restore
+from ddp_nanguard.capture.rng import capture, restore
 
 
 def draws(generators=()):

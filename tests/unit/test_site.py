@@ -11,11 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_nanguard.errors import NonFiniteError
-from ddp_nanguard.site import KINDS, SCHEMA_VERSION, Between, Evidence, FaultReport, Phase, SecondRun, Site, json_safe
+from ddp_nanguard.report.types import (
+    KINDS,
+    SCHEMA_VERSION,
+    Evidence,
+    FaultReport,
+    InlineCode,
+    Phase,
+    SecondRun,
+    Site,
+    json_safe,
+)
 
 names = st.none() | st.text(max_size=20)
 counts = st.integers(min_value=0, max_value=10**12)
-betweens = st.builds(Between, names, names, names)
+betweens = st.builds(InlineCode, names, names, names)
 evidences = st.builds(
     Evidence,
     st.lists(counts, max_size=4).map(tuple),
@@ -36,7 +46,7 @@ sites = st.builds(
     call=st.none() | counts,
     slot=st.text(max_size=20),
     kind=st.sampled_from(KINDS),
-    between=st.none() | betweens,
+    inline_code=st.none() | betweens,
     evidence=st.none() | evidences,
 )
 reports = st.builds(
@@ -91,7 +101,7 @@ def test_the_fields_of_a_report_are_the_documented_ones() -> None:
     report = FaultReport(1, 2, "ddp", SITE).to_dict()
     assert report["schema_version"] == SCHEMA_VERSION
     documented = (
-        "schema_version step world_size wrapper origin between holders sites ranks_affected cause state dump_path"
+        "schema_version step world_size wrapper origin inline_code holders sites ranks_affected cause state dump_path"
     )
     assert set(documented.split()) <= set(report)
     origin_fields = {"rank", "micro_batch", "phase", "layer", "call", "slot", "kind"}

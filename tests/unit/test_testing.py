@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ddp_nanguard import NanGuard, NonFiniteError
-from ddp_nanguard.plan import parsed
-from ddp_nanguard.testing import PHASES, Injection, inject
+from ddp_nanguard.inject.injection import Injection
+from ddp_nanguard.inject.spec import parse_spec
+from ddp_nanguard.testing import PHASES, inject
 
 STEP, MICRO_BATCH, NUM_STEPS, NUM_MICRO_BATCHES = 2, 1, 5, 3
 
@@ -95,7 +96,7 @@ def _place(origin: dict[str, Any]) -> tuple[Any, ...]:
 def test_forward(layer: str, kind: str, guard_first: bool) -> None:
     origin, injection = _origin("forward", layer, kind, guard_first)
     assert _place(origin) == (0, STEP, MICRO_BATCH, "forward", layer, kind)
-    assert injection.num_planted == 1
+    assert injection.num_fired == 1
 
 
 @pytest.mark.parametrize("guard_first", [False, True])
@@ -103,7 +104,7 @@ def test_forward(layer: str, kind: str, guard_first: bool) -> None:
 def test_backward(layer: str, guard_first: bool) -> None:
     origin, injection = _origin("backward", layer, guard_first=guard_first)
     assert _place(origin) == (0, STEP, MICRO_BATCH, "backward", layer, "nan")
-    assert injection.num_planted == 1
+    assert injection.num_fired == 1
 
 
 @pytest.mark.parametrize("guard_first", [False, True])
@@ -235,7 +236,7 @@ def test_wrong_input_is_refused(changed: dict[str, Any], text: str) -> None:
 )
 def test_a_wrong_variable_is_refused(text: str, complaint: str) -> None:
     with pytest.raises(ValueError, match=r"^environment variable NANGUARD_INJECT=") as raised:
-        parsed(text)
+        parse_spec(text)
     assert complaint in str(raised.value)
 
 

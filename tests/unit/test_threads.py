@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from ddp_nanguard.dump import threads
-from ddp_nanguard.dump.threads import NUM_THREADS, in_threads
+from ddp_nanguard.dump import thread_map as threads
+from ddp_nanguard.dump.thread_map import NUM_THREADS, thread_map
 
 
 def test_results_are_in_order_and_several_run_at_once() -> None:
@@ -21,7 +21,7 @@ def test_results_are_in_order_and_several_run_at_once() -> None:
         time.sleep(0.001 * (NUM_THREADS - index))
         return index
 
-    assert in_threads(act, range(NUM_THREADS)) == list(range(NUM_THREADS))
+    assert thread_map(act, range(NUM_THREADS)) == list(range(NUM_THREADS))
 
 
 def test_the_first_error_is_raised_and_the_rest_is_left() -> None:
@@ -37,7 +37,7 @@ def test_the_first_error_is_raised_and_the_rest_is_left() -> None:
         time.sleep(0.02)
 
     with pytest.raises(OSError, match="number 1"):
-        in_threads(act, range(100))
+        thread_map(act, range(100))
     assert len(begun) < 100
 
 
@@ -47,8 +47,8 @@ import atexit, importlib.util
 spec = importlib.util.spec_from_file_location("threads", {threads.__file__!r})
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
-module.in_threads(str, [0])
-atexit.register(lambda: print(module.in_threads(str, range(9))))
+module.thread_map(str, [0])
+atexit.register(lambda: print(module.thread_map(str, range(9))))
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=True)
     assert ended.stdout.strip() == str([str(index) for index in range(9)])

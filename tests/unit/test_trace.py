@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ddp_nanguard.board import Board, Region
-from ddp_nanguard.replay.modules import ModuleStack
-from ddp_nanguard.replay.trace import Trace
-from tests.diagnosing import Job, between, body, diagnosed, marked, of_loss
+from ddp_nanguard.diagnosis.trace.module_stack import ModuleStack
+from ddp_nanguard.diagnosis.trace.trace import Trace
+from ddp_nanguard.probes.slots import SlotBuffer, SlotRole
+from tests.diagnosing import Job, body, diagnosed, inline_code, marked, of_loss
 
 THIS = sys.modules[__name__]
 
@@ -69,15 +69,15 @@ def test_a_clean_step_leaves_no_event() -> None:
 def test_a_birth_out_of_a_mask_begins_there() -> None:
     with traced() as trace:
         loss = torch.zeros(2, 3).masked_fill(torch.tensor(True), -math.inf).softmax(-1).sum()
-    birth = trace.birth_of(trace.events[-1])
-    assert birth.base == "_softmax" and trace.memory.writer(loss) is trace.events[-1]
+    first_nonfinite_op = trace.first_nonfinite_op_of(trace.events[-1])
+    assert first_nonfinite_op.base == "_softmax" and trace.memory.writer(loss) is trace.events[-1]
 
 
 def test_a_birth_out_of_an_infinity_begins_with_the_infinity() -> None:
     with traced() as trace:
         large = torch.full((2,), 3e38) * 10
         (large - large).sum()
-    assert trace.birth_of(trace.events[-1]).base == "mul"
+    assert trace.first_nonfinite_op_of(trace.events[-1]).base == "mul"
     assert categories(trace) == [("mul", "birth"), ("sub", "birth"), ("sum", "spread")]
 
 
@@ -104,7 +104,7 @@ def test_a_view_shares_the_history_of_its_base() -> None:
         base = torch.zeros(4, 4)
         base[1].log_()
         (base.t()[:, 1] * 2).sum()
-    assert {trace.birth_of(event).base for event in trace.events} == {"log"}
+    assert {trace.first_nonfinite_op_of(event).base for event in trace.events} == {"log"}
 
 
 def test_memory_that_is_overwritten_has_a_new_history() -> None:
@@ -112,20 +112,20 @@ def test_memory_that_is_overwritten_has_a_new_history() -> None:
         x = torch.zeros(2).log()
         x.copy_(torch.tensor([1.0, 2.0]))
         y = x / 0
-    assert trace.birth_of(trace.events[-1]).base == "div" and trace.memory.writer(y) is trace.events[-1]
+    assert trace.first_nonfinite_op_of(trace.events[-1]).base == "div" and trace.memory.writer(y) is trace.events[-1]
 
 
 def test_a_number_that_the_host_has_read_is_followed() -> None:
     with traced() as trace:
         scale = (torch.zeros(1) / 0).item()
         torch.ones(3) * scale
-    assert trace.birth_of(trace.events[-1]).base == "div"
+    assert trace.first_nonfinite_op_of(trace.events[-1]).base == "div"
 
 
 def test_our_own_probes_are_not_traced() -> None:
-    board, bad = Board(4), torch.full((3,), math.nan)
+    board, bad = SlotBuffer(4), torch.full((3,), math.nan)
     with traced() as trace:
-        board.reduce(Region.EVIDENCE, bad, None)
+        board.reduce(SlotRole.EVIDENCE, bad, None)
     assert trace.num_operators == 0
 
 
@@ -180,10 +180,15 @@ def test_backward_is_mapped_to_the_forward_line(reentrant: bool | None) -> None:
     values = torch.ones(4, 2, requires_grad=True)
     with traced(*outer.named_modules()) as trace:
         outer(values * 1, reentrant).sum().backward()
-    birth = trace.birth_of(trace.events[-1])
-    assert (birth.phase, birth.node, birth.layer, birth.call) == ("backward", "SqrtBackward0", "inner", 1)
-    assert birth.line is not None and birth.line.function == "Inner.forward"
-    assert birth.line.expression == "( values.abs() * 0 ).sqrt()"
+    first_nonfinite_op = trace.first_nonfinite_op_of(trace.events[-1])
+    assert (first_nonfinite_op.phase, first_nonfinite_op.node, first_nonfinite_op.layer, first_nonfinite_op.call) == (
+        "backward",
+        "SqrtBackward0",
+        "inner",
+        1,
+    )
+    assert first_nonfinite_op.line is not None and first_nonfinite_op.line.function == "Inner.forward"
+    assert first_nonfinite_op.line.expression == "( values.abs() * 0 ).sqrt()"
 
 
 class Forgetful(nn.Module):
@@ -204,9 +209,13 @@ def test_a_value_that_is_bad_only_in_the_recomputation(reentrant: bool) -> None:
     values = torch.ones(4, 2, requires_grad=True)
     with traced(*model.named_modules()) as trace:
         model(values * 1, reentrant).sum().backward()
-    birth = trace.birth_of(trace.events[-1])
-    assert birth.phase == "recomputation" and birth.line is not None
-    assert (birth.layer, birth.call, birth.line.number) == ("inner", 1, marked(THIS, "recomputation"))
+    first_nonfinite_op = trace.first_nonfinite_op_of(trace.events[-1])
+    assert first_nonfinite_op.phase == "recomputation" and first_nonfinite_op.line is not None
+    assert (first_nonfinite_op.layer, first_nonfinite_op.call, first_nonfinite_op.line.number) == (
+        "inner",
+        1,
+        marked(THIS, "recomputation"),
+    )
 
 
 def test_hit_rows_and_the_way_to_the_loss(tmp_path: Path) -> None:
@@ -215,10 +224,14 @@ def test_hit_rows_and_the_way_to_the_loss(tmp_path: Path) -> None:
         keep[4] = 0
         return h / keep
 
-    found = diagnosed(between(spoiled), tmp_path).traced
-    assert found is not None and found.birth is not None
-    assert (found.birth.rows, found.birth.num_rows, found.birth.num_hit) == ((4,), 1, 4)
-    assert found.path[0] is found.birth and found.target == "loss is NaN"
+    found = diagnosed(inline_code(spoiled), tmp_path).traced
+    assert found is not None and found.first_nonfinite_op is not None
+    assert (found.first_nonfinite_op.rows, found.first_nonfinite_op.num_rows, found.first_nonfinite_op.num_hit) == (
+        (4,),
+        1,
+        4,
+    )
+    assert found.path[0] is found.first_nonfinite_op and found.target == "loss is NaN"
     assert [event.base for event in found.path] == ["div", "addmm", "pow", "mean"]
 
 
@@ -227,9 +240,9 @@ def test_an_earlier_fault_that_does_not_reach_the_loss_is_not_the_birth(tmp_path
         (h.detach() * 0).log()  # not used
         return h / (h.detach() * 0)  # <the one that matters>
 
-    found = diagnosed(between(wasteful), tmp_path).traced
-    assert found is not None and found.birth is not None and found.birth.line is not None
-    assert found.birth.line.number == marked(THIS, "the one that matters")
+    found = diagnosed(inline_code(wasteful), tmp_path).traced
+    assert found is not None and found.first_nonfinite_op is not None and found.first_nonfinite_op.line is not None
+    assert found.first_nonfinite_op.line.number == marked(THIS, "the one that matters")
 
 
 def test_numpy_batches_are_named(tmp_path: Path) -> None:

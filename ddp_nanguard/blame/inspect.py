@@ -1,0 +1,208 @@
+"""From a verdict that is not clean to the report: rescans, blame, the fault round.
+
+Nothing here runs in a clean step. Host reads and copies are free; collectives are not, and every rank reaches each of
+them because the verdict is the same everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ddp_nanguard.capture.window import MicroBatch
+from ddp_nanguard.context import GuardContext
+from ddp_nanguard.probes.coverage import _traced
+from ddp_nanguard.probes.gradient import GradientSource
+from ddp_nanguard.probes.slots import SlotStats, is_finite
+from ddp_nanguard.probes.sources import KnownNonFinite, LossSource
+from ddp_nanguard.probes.state import StateSource, is_bad_number
+from ddp_nanguard.tensors.containers import named_tensors_in, path_text
+from ddp_nanguard.tensors.minmax import evidence, kind_in, kind_of
+
+from . import BlameInput, NonFiniteState, NonFiniteTensor, RankedSite, known_nonfinite
+
+
+@dataclass
+class RankFindings:
+    """What this rank sees of the fault."""
+
+    slot_stats: list[SlotStats]
+    nonfinite_state: NonFiniteState
+    hyper_parameters: list[NonFiniteTensor]
+    gradients_bad_now: bool
+    gradients_bad_seen: bool
+    loss_bad: bool
+    sites: list[RankedSite] = field(default_factory=list)
+    known_nonfinite: frozenset[KnownNonFinite] = frozenset()
+
+
+def rescan(context: GuardContext) -> RankFindings:
+    """Rescan this rank. Host sync: many."""
+    if context.device.type == "cuda":
+        torch.cuda.synchronize(context.device)  # batches on their way to the host must have arrived
+    context.flush_compiled()
+    context.gradient.flush_pending()  # of a backward that never ended
+    slot_stats = context.slots.slot_stats()
+    context.forward.compiled_layers_that_ran = _traced(slot_stats)
+    seen = [r for r in slot_stats if isinstance(r.source, GradientSource) and not is_finite(r)]
+    return RankFindings(
+        slot_stats=slot_stats,
+        nonfinite_state=_nonfinite_state(context, slot_stats),
+        hyper_parameters=_bad_hyper_parameters(context),
+        gradients_bad_now=any(kind_in(gradient) for _, gradient in _gradients(context)),
+        gradients_bad_seen=bool(seen),
+        loss_bad=any(isinstance(r.source, LossSource) and not is_finite(r) for r in slot_stats),
+    )
+
+
+# -- rescans ---------------------------------------------------------------------------------------------------------
+
+
+def _nonfinite_state(context: GuardContext, slot_stats: list[SlotStats]) -> NonFiniteState:
+    nonfinite_state = NonFiniteState()
+    updated, clean = _looked_at(slot_stats)
+    for holder, name, tensor in named_parameter_tensors(context):
+        if not context.is_ignored(name):
+            place = (
+                nonfinite_state.by_update
+                if holder in updated
+                else (nonfinite_state.since if holder in clean else nonfinite_state.before)
+            )
+            place.extend(_found(name, tensor))
+    for name, tensor in optimizer_tensors(context):
+        if not context.is_ignored(name):
+            place = (
+                nonfinite_state.by_update
+                if updated
+                else (nonfinite_state.since if name in clean else nonfinite_state.before)
+            )
+            place.extend(_found(name, tensor))
+    before, nonfinite_state.buffers = _damaged_buffers(context)
+    nonfinite_state.before += before
+    return nonfinite_state
+
+
+def _looked_at(slot_stats: list[SlotStats]) -> tuple[set[str], set[str]]:
+    """Names that were bad right after the last update, and names that were looked at and clean in this window."""
+    updated: set[str] = set()
+    clean: set[str] = set()
+    for stats in slot_stats:
+        source = stats.source
+        if isinstance(source, StateSource) and source.when in ("before", "update"):
+            if is_finite(stats):
+                clean.add(source.name)
+            elif source.when == "update":
+                updated.add(source.name)
+    return updated, clean - updated
+
+
+def named_parameter_tensors(context: GuardContext) -> Iterator[tuple[str, str, Tensor]]:
+    """(name as the optimizer holds it, original name, local tensor) of every parameter."""
+    own = dict(context.wrapper.named_parameters())
+    for name, parameter in context.state.parameters():
+        if name in own:
+            for shard in context.wrapper.shards("", name, own[name], parameter):
+                yield name, shard.name, shard.tensor
+        else:
+            yield name, name, context.wrapper.local(parameter)
+
+
+def optimizer_tensors(context: GuardContext) -> Iterator[tuple[str, Tensor]]:
+    """(``<parameter>.<key>``, local tensor) of every optimizer state tensor."""
+    for name, tensor in context.state.optimizer_state():
+        yield name, context.wrapper.local(tensor)
+
+
+def _damaged_buffers(context: GuardContext) -> tuple[list[NonFiniteTensor], list[NonFiniteTensor]]:
+    before: list[NonFiniteTensor] = []
+    written: list[NonFiniteTensor] = []
+    copies = context.window.buffers()
+    for name, buffer in context.state.buffers():
+        if context.is_ignored(name):
+            continue
+        copied = copies.get(name)
+        was_bad = copied is None or kind_in(copied, allow_negative_inf=True) is not None
+        (before if was_bad else written).extend(_found(name, buffer, allow_negative_inf=True))
+    return before, written
+
+
+def _found(name: str, tensor: Tensor, allow_negative_inf: bool = False) -> list[NonFiniteTensor]:
+    kind = kind_in(tensor, allow_negative_inf)
+    return [] if kind is None else [NonFiniteTensor(name, kind, evidence(tensor))]
+
+
+def _bad_hyper_parameters(context: GuardContext) -> list[NonFiniteTensor]:
+    found: list[NonFiniteTensor] = []
+    for name, value in context.late_hyper_parameters if context.is_late else context.state.hyper_parameters():
+        number = float(value)
+        if is_bad_number(name, number):
+            kind = kind_of(number, number)
+            assert kind is not None
+            found.append(NonFiniteTensor(name, kind, None))
+    return found
+
+
+def _gradients(context: GuardContext) -> Iterator[tuple[str, Tensor]]:
+    if context.is_late:
+        return  # those that are there now are the next step's
+    for name, parameter in context.wrapper.named_parameters():
+        if parameter.grad is not None and not context.is_ignored(name):
+            yield name, context.wrapper.local(parameter.grad)
+
+
+def _reduced_findings(context: GuardContext, slot_stats: list[SlotStats]) -> list[NonFiniteTensor]:
+    """Non-finite gradients after the reduce. The kind is that of the slot: clipping may have spread it since."""
+    own = dict(context.wrapper.named_parameters())
+    found: list[NonFiniteTensor] = []
+    for stats in slot_stats:
+        if isinstance(stats.source, GradientSource) and stats.source.reduced and not is_finite(stats):
+            kind = kind_of(stats.minimum, stats.maximum)
+            assert kind is not None
+            found += _reduced_shards(context, stats.source.name, own[stats.source.name], kind)
+    return list({bad_tensor.name: bad_tensor for bad_tensor in found}.values())
+
+
+def _reduced_shards(context: GuardContext, name: str, parameter: nn.Parameter, kind: str) -> list[NonFiniteTensor]:
+    if parameter.grad is None or context.is_late:
+        return [NonFiniteTensor(name, kind, None)]
+    shards = context.wrapper.shards("", name, parameter, parameter.grad)
+    bad = [shard for shard in shards if kind_in(shard.tensor) == kind]
+    return [NonFiniteTensor(shard.name, kind, evidence(shard.tensor)) for shard in bad] or [
+        NonFiniteTensor(name, kind, None)
+    ]
+
+
+def _batch_findings(micro_batches: list[MicroBatch]) -> list[NonFiniteTensor]:
+    found: list[NonFiniteTensor] = []
+    for micro_batch in micro_batches:
+        for path, tensor in named_tensors_in(micro_batch.batch):
+            name = path_text(path)
+            if name not in micro_batch.modified and (kind := kind_in(tensor)) is not None:
+                found.append(NonFiniteTensor(name, kind, evidence(tensor), micro_batch.index, tensor))
+    return found
+
+
+def blame_input(context: GuardContext, findings: RankFindings, step: int) -> BlameInput:
+    """What blame is read from."""
+    context.window.record_modified()
+    known = [context.known_nonfinite, *(known_nonfinite(past.slot_stats()) for past in context.slots.past())]
+    return BlameInput(
+        rank=context.ranks.rank,
+        step=step,
+        slot_stats=findings.slot_stats,
+        owner_of=context.owner_of,
+        sharers_of=context.sharers_of,
+        is_ignored=context.is_ignored,
+        losses={(m.index, name): loss for m in context.window.micro_batches for name, loss in m.losses.items()},
+        batch=_batch_findings(context.window.micro_batches) if "input" in context.config.watch else [],
+        nonfinite_state=findings.nonfinite_state,
+        reduced=_reduced_findings(context, findings.slot_stats),
+        hyper_parameters=findings.hyper_parameters,
+        known_nonfinite=frozenset().union(*known),
+    )
+
+
+# -- slots by name, for the dump and for comparing a replay ----------------------------------------------------------

@@ -1,0 +1,96 @@
+"""From what each rank found to the one report of all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ddp_nanguard.context import GuardContext
+from ddp_nanguard.inject import injector
+from ddp_nanguard.probes.coverage import unchecked
+from ddp_nanguard.report.types import FaultReport, Phase, Site
+
+from . import local_sites
+from .exchange import RankFault
+from .inspect import (
+    RankFindings,
+    blame_input,
+)
+
+
+def report_of(context: GuardContext, findings: RankFindings, step: int, cause: str) -> FaultReport:
+    """Blame on this rank, then the fault round, then the report, the same on every rank.
+
+    Collective: those of `Peers.share`, on the fault group. Where peers do not answer the report is this rank's own and
+    says so.
+    """
+    blame = blame_input(context, findings, step)
+    findings.sites, findings.known_nonfinite = local_sites(blame), blame.known_nonfinite
+    reduced_bad = any(ranked.site.phase is Phase.REDUCE for ranked in findings.sites)
+    local = RankFault(findings.sites, findings.nonfinite_state.lasting(), reduced_bad, unchecked(context))
+    notes = injector.notes(context)
+    try:
+        shared = (context.ranks.single_rank() if context.ranks.peers_lost else context.ranks).exchange_sites(
+            local, step
+        )
+    except RuntimeError:
+        context.ranks.peers_lost = True
+        shared = context.ranks.single_rank().exchange_sites(local, step)
+    if context.ranks.peers_lost:
+        notes.append(f"peers were not asked or did not answer: this is rank {context.ranks.rank}'s own view")
+    sites = _own_view(shared.sites) if context.ranks.peers_lost else _without_victims(shared.sites)
+    origin = sites[0] if sites else None
+    is_reduce = origin is not None and origin.phase is Phase.REDUCE
+    return FaultReport(
+        step=origin.step if origin is not None else step,
+        world_size=context.ranks.world_size,
+        wrapper=context.wrapper.kind,
+        origin=origin,
+        sites=sites,
+        holders=shared.holders if is_reduce else (),
+        num_ranks_affected=shared.num_affected,
+        ranks_affected=shared.affected,
+        cause=_with_more(cause, _cause_of(context, origin)),
+        state=shared.nonfinite_state,
+        unchecked=shared.unchecked,
+        is_own_view=context.ranks.peers_lost,
+        notes=tuple(notes),
+    )
+
+
+def _own_view(sites: tuple[Site, ...]) -> tuple[Site, ...]:
+    """Without peers nothing is known of their gradients."""
+    return tuple(replace(site, input_kind="unchecked") if site.phase is Phase.REDUCE else site for site in sites)
+
+
+def _without_victims(sites: tuple[Site, ...]) -> tuple[Site, ...]:
+    """A gradient that some rank had bad before the reduce was not born in it."""
+    born_earlier = any(site.phase in (Phase.INPUT, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD) for site in sites)
+    return tuple(site for site in sites if site.phase is not Phase.REDUCE) if born_earlier else sites
+
+
+def _with_more(cause: str, known: str) -> str:
+    return known if not cause else (cause if known.startswith("unknown") else f"{known}; {cause}")
+
+
+def _cause_of(context: GuardContext, origin: Site | None) -> str:
+    if origin is None:
+        return "unknown: no probe saw where the value came from"
+    match origin.phase:
+        case Phase.STATE if origin.input_kind is None:
+            return "a parameter, buffer or optimizer state was bad before the step"
+        case Phase.STATE:
+            return "written in the course of this step, not by an update"
+        case Phase.INPUT:
+            return "the loader delivered a non-finite value"
+        case Phase.LOSS if origin.input_kind is None:
+            return "the loss function made it from a finite model output"
+        case Phase.REDUCE if origin.input_kind is None:
+            return "finite on every rank before communication, non-finite after it"
+        case Phase.OPTIMIZER if origin.layer is None:
+            return "a hyper-parameter is not a finite number"
+        case Phase.OPTIMIZER if context.let_through == origin.step:
+            return f"the update of step {origin.step} used gradients that were known to be bad and were let through"
+        case Phase.OPTIMIZER:
+            return "the update, or code of the loop since: gradients and hyper-parameters were finite at the verdict"
+        case _:
+            return "unknown"

@@ -1,0 +1,345 @@
+"""What the user gives to a guard, checked."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+
+from .capture.record import Previous
+from .capture.window import AccumulationWindow
+from .config import GuardConfig
+from .context import GuardContext, guarded, is_ignored
+from .distributed.group import RankGroup
+from .inject.injector import environment_option, spec_from_environment
+from .probes.backward import BackwardProbe
+from .probes.budget import Budget
+from .probes.compiled_calls import expand_compiled
+from .probes.forward import ForwardProbe
+from .probes.gradient import GradientProbe
+from .probes.slots import SlotBuffer
+from .probes.state import StateProbe
+from .wrappers import GradientWatch, Wrapper, wrapper_of
+from .wrappers.grad_scaler import BeforeStep, WatchedScaler, require_fitting_scaler
+
+
+@dataclass(frozen=True)
+class ValidatedArgs:
+    """What the user gave, checked on this rank."""
+
+    config: GuardConfig
+    wrapper: Wrapper
+    optimizers: list[torch.optim.Optimizer]
+    scaler: GradScaler | None
+    recipe_directory: str | None
+
+
+def validate_args(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+    scaler: object,
+    replay: str | None,
+    options: dict[str, Any],
+) -> ValidatedArgs:
+    """What the user gave, checked on this rank.
+
+    Raises:
+        ValueError: names the option, the value and the remedy.
+    """
+    config = GuardConfig.from_code_and_environment(options)
+    _require_recipe(config, replay)
+    wrapper = wrapper_of(model)
+    _require_eager_autograd(wrapper)
+    _require_materialised(model)
+    if wrapper.root in guarded:
+        raise ValueError(f"model {type(model).__name__} has a guard already; close() that one, or use it")
+    optimizers = _as_list(optimizer)
+    for each in optimizers:
+        _require_fitting_optimizer(each, wrapper)
+        _require_deferrable(config, each, wrapper)
+    fitting = require_fitting_scaler(scaler, wrapper.kind) if config.enabled else None
+    return ValidatedArgs(config, wrapper, optimizers, fitting, _recipe_directory(replay))
+
+
+def _require_recipe(config: GuardConfig, replay: str | None) -> None:
+    if config.rerun and replay is None:
+        raise ValueError(
+            f"option rerun={config.rerun!r} runs the recipe's step, and there is no recipe; "
+            'give replay="module:function" too, or rerun=False'
+        )
+
+
+def _require_deferrable(config: GuardConfig, optimizer: torch.optim.Optimizer, wrapper: Wrapper) -> None:
+    """The device withholds an update only through an optimizer that takes ``found_inf``."""
+    if config.verdict != "deferred":
+        return
+    name = type(optimizer).__name__
+    takes_flag = getattr(optimizer, "_step_supports_amp_scaling", False)
+    if not takes_flag or not all(group.get("fused") for group in optimizer.param_groups):
+        raise ValueError(
+            f"option verdict='deferred' needs an optimizer that takes found_inf, and this {name} does not; "
+            "give Adam, AdamW, SGD or Adagrad with fused=True, or verdict='sync'"
+        )
+    if config.keep_previous:
+        raise ValueError(
+            "option keep_previous=True with verdict='deferred' would put back the wrong step, since the host is one "
+            "behind; give verdict='sync', or keep_previous=False"
+        )
+    if wrapper.kind == "plain" and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            "option verdict='deferred' with several ranks needs DDP or FSDP, which give all ranks the same gradients; "
+            "wrap the model, or give verdict='sync'"
+        )
+
+
+def _require_eager_autograd(wrapper: Wrapper) -> None:
+    settings = sys.modules.get("torch._dynamo.config")  # not loaded: nobody has asked for it, and it loads slowly
+    if wrapper.kind == "ddp" and settings is not None and getattr(settings, "compiled_autograd", False):
+        raise ValueError(
+            "torch._dynamo.config.compiled_autograd=True compiles DDP's backward, whose hooks then see no gradient; "
+            "set it to False"
+        )
+
+
+def _require_materialised(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise ValueError(f"model has a lazy parameter {name!r} without a shape; run one forward before the guard")
+
+
+def require_fitting_group(group: dist.ProcessGroup | None, model: nn.Module) -> None:
+    """The guard must step with the ranks that the model communicates with.
+
+    Raises:
+        ValueError: on this rank alone.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    args = dist.get_process_group_ranks(group or dist.group.WORLD)
+    if dist.get_rank() not in args:
+        raise ValueError(
+            f"option group: rank {dist.get_rank()} is not among its ranks {args}; build the guard there only"
+        )
+    own = _ranks_of(model)
+    if own is not None and sorted(own) != sorted(args):
+        raise ValueError(
+            f"option group: the model communicates over ranks {own}, the guard over {args}; "
+            "give the model's own process group as group="
+        )
+
+
+def _ranks_of(model: nn.Module) -> list[int] | None:
+    try:
+        return wrapper_of(model).group_ranks()
+    except ValueError:
+        return None  # said later, on every rank
+
+
+def _as_list(optimizer: object) -> list[torch.optim.Optimizer]:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return [optimizer]
+    if not isinstance(optimizer, Iterable):
+        raise ValueError(f"optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer, or several of them")
+    optimizers = list(optimizer)
+    if not optimizers or len({id(each) for each in optimizers}) < len(optimizers):
+        found = "empty" if not optimizers else "one optimizer twice"
+        raise ValueError(f"optimizer is {found}; give each optimizer that steps the model once")
+    return optimizers
+
+
+def _require_fitting_optimizer(optimizer: object, wrapper: Wrapper) -> None:
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"optimizer is a {name}; give a torch.optim.Optimizer, or several of them")
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"optimizer {name} needs a closure, which it calls several times in one step, so that no single verdict "
+            "can fall before its update; use an optimizer whose step() takes none"
+        )
+    own = {id(parameter) for _, parameter in wrapper.named_parameters()}
+    if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError(
+            f"optimizer {name} holds no parameter of the model; "
+            "build it from model.parameters() after the model is wrapped"
+        )
+
+
+def _recipe_directory(replay: str | None) -> str | None:
+    """Where the recipe's module lies; the module is not imported."""
+    if replay is None:
+        return None
+    if not isinstance(replay, str):
+        raise ValueError(f'option replay={replay!r} is a {type(replay).__name__}; give "module:function"')
+    module, colon, function = replay.rpartition(":")
+    if not colon or not module or not function.isidentifier():
+        raise ValueError(
+            f'option replay={replay!r} names no recipe; give "module:function" or "path/to/file.py:function"'
+        )
+    if module.endswith(".py"):
+        if not os.path.isfile(module):
+            raise ValueError(
+                f"option replay={replay!r}: there is no file {module}; give a path that exists on every rank"
+            )
+        return os.path.dirname(os.path.abspath(module))
+    top = module.partition(".")[0]
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:
+        raise ValueError(
+            f"option replay={replay!r}: there is no module {top!r}; give one that can be imported from here"
+        )
+    return os.path.dirname(os.path.abspath(spec.origin)) if spec.origin and os.path.isfile(spec.origin) else None
+
+
+_log = logging.getLogger(__name__)
+
+
+def build_context(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+    scaler: object,
+    replay: str | None,
+    group: dist.ProcessGroup | None,
+    options: dict[str, Any],
+    before_scaler_step: BeforeStep,
+) -> GuardContext:
+    """Check what was given, on this rank and against the others, and compose the parts.
+
+    Raises:
+        ValueError: on every rank if anything does not fit on any rank.
+
+    Collective: a gloo group is made; problems and options are compared on it.
+    """
+    args: ValidatedArgs | None = None
+    problem: str | None = None
+    given_group: Any = group
+    if given_group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("option group: this rank is not in it; build the guard only on its ranks")
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        problem = f"option group={group!r} is a {type(group).__name__}; give a torch.distributed process group"
+        group = None
+    require_fitting_group(group, model)  # raised on this rank alone: over the wrong ranks there is nobody to tell
+    try:
+        args = validate_args(model, optimizer, scaler, replay, options) if problem is None else None
+    except ValueError as error:
+        problem = str(error)
+    except Exception as error:  # on one rank alone it would leave the others waiting
+        problem = f"the guard cannot be built: {type(error).__name__}: {error}"
+    device = _device_of(args.wrapper) if args is not None else torch.device("cpu")
+    ranks = RankGroup(group, args.config.timeout_s if args is not None else 60.0, device)
+    ranks.require_no_problem(problem)
+    assert args is not None
+    ranks.require_equal_options({**args.config.to_dict(), **environment_option()})
+    injection = spec_from_environment(args.wrapper, ranks) if args.config.enabled else None
+    ranks.bound_waiting()
+    if args.config.enabled:
+        guarded.add(args.wrapper.root)
+    else:
+        ranks.close()
+    context = _composed(args, ranks, replay, device, before_scaler_step)
+    context.injection = injection
+    return context
+
+
+def _device_of(wrapper: Wrapper) -> torch.device:
+    for _, parameter in wrapper.named_parameters():
+        return wrapper.local(parameter).device
+    return torch.device("cpu")
+
+
+def _composed(
+    args: ValidatedArgs, ranks: RankGroup, recipe: str | None, device: torch.device, before_scaler_step: BeforeStep
+) -> GuardContext:
+    config, wrapper = args.config, args.wrapper
+    parameters = wrapper.named_parameters()
+    modules = wrapper.named_modules()
+    named_buffers = _buffer_reader(wrapper)
+    slots = SlotBuffer(config.history)
+    slots.expand_compiled = expand_compiled
+    backward = BackwardProbe(slots, probes_activations="backward" in config.watch)
+    forward = ForwardProbe(modules, slots, backward, config.skip_types)
+
+    def ignored(name: str) -> bool:
+        return is_ignored(name, config.ignore)
+
+    held = {id(p) for optimizer in args.optimizers for group in optimizer.param_groups for p in group["params"]}
+    left_out = {shard.name for name, p in parameters if id(p) not in held for shard in wrapper.shards("", name, p, p)}
+    gradient = GradientProbe(
+        parameters, slots, backward, wrapper.local, ignored, frozenset(left_out), wrapper.pending_gradient_bytes()
+    )
+    _warn_of_small_eps(args.optimizers)
+    watches_gradients = config.enabled and bool({"backward", "reduce"} & set(config.watch))
+    return GuardContext(
+        config=config,
+        ranks=ranks,
+        wrapper=wrapper,
+        optimizers=args.optimizers,
+        slots=slots,
+        backward=backward,
+        forward=forward,
+        budget=Budget(config.budget if config.enabled else None, forward, device),
+        gradient=gradient,
+        local_gradients=_without_hooks(wrapper, gradient) if watches_gradients else None,
+        state=StateProbe(slots, parameters, named_buffers, args.optimizers, wrapper.local, ignored),
+        window=AccumulationWindow(device, config.copy_batch, config.hold_batches),
+        previous=Previous() if config.keep_previous else None,
+        scaler=WatchedScaler(args.scaler, before_scaler_step) if args.scaler is not None else None,
+        recipe=recipe,
+        recipe_directory=args.recipe_directory,
+        device=device,
+        module_names=frozenset(name for name, _ in modules),
+        named_buffers=named_buffers,
+    )
+
+
+def _warn_of_small_eps(optimizers: list[torch.optim.Optimizer]) -> None:
+    """``eps`` that rounds to zero in a parameter's dtype: the update divides 0 by 0 where the gradient is zero."""
+    for optimizer in optimizers:
+        for index, group in enumerate(optimizer.param_groups):
+            eps = group.get("eps")
+            half = [p for p in group["params"] if p.dtype in (torch.float16, torch.bfloat16)]
+            if isinstance(eps, float) and half and float(torch.tensor(eps, dtype=half[0].dtype)) == 0.0:
+                _log.warning(
+                    "optimizer %s, group %d: eps=%g is 0 in %s, so that a zero gradient makes NaN weights; raise eps",
+                    type(optimizer).__name__,
+                    index,
+                    eps,
+                    half[0].dtype,
+                )
+
+
+def _without_hooks(wrapper: Wrapper, gradient: GradientProbe) -> GradientWatch:
+    watch = wrapper.watch_local_gradients(gradient.probe_local)
+    watch.remove_hooks()
+    return watch
+
+
+def _buffer_reader(wrapper: Wrapper) -> Callable[[], list[tuple[str, Tensor]]]:
+    """Reads the buffers afresh without walking the tree each time; a buffer may be replaced between two reads."""
+    modules = dict(wrapper.named_modules())
+    places = [(name, modules[wrapper.owner_of(name)], name.rpartition(".")[2]) for name, _ in wrapper.named_buffers()]
+
+    def read() -> list[tuple[str, Tensor]]:
+        return list(_present(places))
+
+    return read
+
+
+def _present(places: list[tuple[str, nn.Module, str]]) -> Iterator[tuple[str, Tensor]]:
+    for name, module, attribute in places:
+        buffer = module._buffers.get(attribute)
+        if buffer is not None:
+            yield name, buffer

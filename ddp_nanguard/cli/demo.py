@@ -1,0 +1,135 @@
+"""``ddp-nanguard demo``: trains ``examples/digits.py`` under torchrun until a NaN comes by itself, then replays it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+WRONG_USAGE = 2
+SCRIPT = "digits.py"
+TRAINING_TIMEOUT_S = 300
+_MESSAGE = re.compile(r"(NonFiniteError: .*(?:\n(?:\[rank\d+\]: )?  .*)*)")
+_JOB_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def run_demo(wrapper: str = "ddp", num_ranks: int = 2, out: str | None = None) -> int:
+    """Runs the demo and prints what happens.
+
+    Args:
+        wrapper: ``ddp``, ``fsdp1`` or ``fsdp2``.
+        num_ranks: number of processes.
+        out: directory for dumps and logs; default a new temporary one.
+
+    Returns:
+        0 if the training was stopped by the guard and the replay gave the same fault with the same bits, else 1; 2 if
+        something that the demo needs is missing.
+    """
+    script = find_script()
+    if script is None or importlib.util.find_spec("sklearn") is None:
+        print(_missing(script), file=sys.stderr)
+        return WRONG_USAGE
+    directory = Path(out if out is not None else tempfile.mkdtemp(prefix="nanguard-demo-")).absolute()
+    directory.mkdir(parents=True, exist_ok=True)
+    dump = _train(script, wrapper, num_ranks, directory)
+    if dump is None:
+        return 1
+    return _replay(script, dump)
+
+
+def find_script() -> Path | None:
+    """``examples/digits.py`` of the checkout, else the copy that an installed package brings along."""
+    schemes = [sysconfig.get_path("data"), sysconfig.get_path("data", sysconfig.get_preferred_scheme("user"))]
+    places = [Path(__file__).parents[2] / "examples"]
+    places += [Path(root) / "share" / "ddp-nanguard" / "examples" for root in schemes]
+    return next((place / SCRIPT for place in places if (place / SCRIPT).is_file()), None)
+
+
+def _missing(script: Path | None) -> str:
+    if script is None:
+        return f"ddp-nanguard: the demo's script {SCRIPT} was not installed; run the demo from a checkout"
+    return "ddp-nanguard: the demo needs scikit-learn for its images; pip install 'ddp-nanguard[demo]'"
+
+
+def _train(script: Path, wrapper: str, num_ranks: int, directory: Path) -> Path | None:
+    """Trains until the guard stops the job; prints the message and returns the dump."""
+    dumps, logs = directory / "nan_dumps", directory / "logs"
+    before = _dumps_in(dumps)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    command += [f"--log-dir={logs}", "--redirects=3", str(script), f"--wrapper={wrapper}", f"--out={dumps}"]
+    _say(f"1. Training on digits: {num_ranks} ranks, {wrapper}, no fault planted")
+    print(f"   $ torchrun --nproc-per-node {num_ranks} {script} --wrapper {wrapper} --out {dumps}\n", flush=True)
+    job = subprocess.run(
+        command, env=_environment(script), capture_output=True, text=True, timeout=TRAINING_TIMEOUT_S, check=False
+    )
+    texts = _worker_texts(logs)
+    messages = [message for text in texts if (message := _message_of(text)) is not None]
+    new = _dumps_in(dumps) - before
+    if len(messages) != num_ranks or not new:
+        _say("The job ended without a message from every rank; its output:")
+        print("\n".join([*texts, job.stderr])[-8000:])
+        return None
+    _print_progress(texts)
+    print(messages[0], end="\n\n")
+    _say(f"   {_agreement(messages)}; workers ended with code {', '.join(_exit_codes(job.stderr))}")
+    return max(new)
+
+
+def _replay(script: Path, dump: Path) -> int:
+    """Replays the culprit alone, in one process."""
+    _say("\n2. The guilty rank again, alone, in one process, from the dump")
+    print(f"   $ ddp-nanguard replay {dump} --trace\n", flush=True)
+    command = [sys.executable, "-m", "ddp_nanguard", "replay", str(dump), "--trace"]
+    code = subprocess.run(command, env=_environment(script), check=False).returncode
+    verdict = "The same fault, bit for bit" if code == 0 else "The replay differs"
+    _say(f"\n   {verdict} (exit code {code}); now try: ddp-nanguard show {dump}")
+    return min(code, 1)
+
+
+def _environment(script: Path) -> dict[str, str]:
+    """The environment without traces of an enclosing job, with the example importable for its recipe."""
+    kept = {name: value for name, value in os.environ.items() if name not in _JOB_VARIABLES}
+    package = str(Path(__file__).parents[2])
+    paths = [str(script.parent), package, *filter(None, [kept.get("PYTHONPATH")])]
+    return {**kept, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": kept.get("OMP_NUM_THREADS", "1")}
+
+
+def _dumps_in(directory: Path) -> set[Path]:
+    return {path for path in directory.glob("step-*") if path.suffix != ".partial"}
+
+
+def _worker_texts(logs: Path) -> list[str]:
+    """What each worker of the newest run printed, stdout before stderr, in rank order."""
+    newest = max((path for path in logs.iterdir()), key=lambda path: path.stat().st_mtime)
+    workers = sorted(newest.glob("attempt_0/*"), key=lambda path: int(path.name))
+    return ["".join((path / name).read_text() for name in ("stdout.log", "stderr.log")) for path in workers]
+
+
+def _message_of(text: str) -> str | None:
+    found = _MESSAGE.search(text)
+    return re.sub(r"\n\[rank\d+\]: ", "\n", found[1]) if found else None
+
+
+def _print_progress(texts: list[str]) -> None:
+    for line in texts[0].splitlines():
+        if line.startswith("epoch "):
+            print(f"   {line}")
+    print()
+
+
+def _agreement(messages: list[str]) -> str:
+    same = len(set(messages)) == 1
+    return f"all {len(messages)} ranks raised this same text" if same else "the ranks raised DIFFERENT texts"
+
+
+def _exit_codes(summary: str) -> list[str]:
+    return sorted(set(re.findall(r"exitcode\s*: (-?\d+)", summary)))
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

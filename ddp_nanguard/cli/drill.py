@@ -1,0 +1,292 @@
+"""``ddp-nanguard drill -- torchrun ... train.py``: the user's own job with a fault planted, promise by promise.
+
+The job runs as it is, with ``NANGUARD_INJECT`` and a dump_dir of the drill's own in its environment. What it left is
+read from outside: exit codes and texts of the workers, the dump, a replay in a process of its own, the process table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import uuid
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ddp_nanguard.config import ENV_INJECT, ENV_PREFIX
+
+from .drill_job import ENV_DRILL_ID, LAUNCHERS, JobResult, kill_all, num_processes, run_job
+
+WRONG_USAGE = 2
+PHASES = ("state", "input", "forward", "loss", "backward", "reduce", "optimizer")
+WITHOUT_LAYER = ("input", "loss")
+WITHOUT_MICRO_BATCH = ("state", "reduce", "optimizer")
+MAX_SHOWN = 3000
+_JOB_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_MESSAGE = re.compile(r"(NonFiniteError: .*(?:\n(?:\[rank\d+\]: )?  .*)*)")
+
+
+@dataclass(frozen=True)
+class DrillConfig:
+    """What is drilled.
+
+    Attributes:
+        command: the user's.
+        phases: planted one after the other, a run of the job each.
+        rank: None for rank 1, or 0 where the command starts one process.
+        layer: None leaves it to the guard.
+        timeout_s: for the job, and for its replay.
+        out: directory for dumps and logs; None for a temporary one, which is removed if all is well.
+    """
+
+    command: tuple[str, ...]
+    phases: tuple[str, ...] = ("forward",)
+    step: int = 2
+    rank: int | None = None
+    layer: str | None = None
+    kind: str = "nan"
+    timeout_s: float = 600.0
+    out: str | None = None
+
+
+@dataclass(frozen=True)
+class Check:
+    """One promise: held, broken, or (None) not to be checked here."""
+
+    promise: str
+    holds: bool | None
+    detail: str
+
+    def __str__(self) -> str:
+        status = {True: "ok", False: "FAILED", None: "-"}[self.holds]
+        return f"  {self.promise:<28}{status:<8}{self.detail}"
+
+
+def run_drill(order: DrillConfig) -> int:
+    """Runs the job once per phase and prints a table each.
+
+    Returns:
+        0 if every promise holds in every phase, 1 if not, 2 where there is nothing to run.
+    """
+    problem = _problem(order)
+    if problem is not None:
+        print(f"ddp-nanguard: {problem}", file=sys.stderr)
+        return WRONG_USAGE
+    directory = Path(order.out or tempfile.mkdtemp(prefix="nanguard-drill-")).absolute()
+    broken: list[str] = []
+    num_checked = 0
+    for phase in order.phases:
+        rows = _drill(replace(order, phases=(phase,)), phase, directory / phase)
+        broken += [f"{phase}: {row.promise}" for row in rows if row.holds is False]
+        num_checked += sum(row.holds is not None for row in rows)
+    if not broken:
+        print(f"drill: all {num_checked} promises hold")
+        if order.out is None:
+            shutil.rmtree(directory, ignore_errors=True)
+        return 0
+    print(f"drill: FAILED: {len(broken)} of {num_checked} promises: {'; '.join(broken)} (dumps and logs: {directory})")
+    return 1
+
+
+def _problem(order: DrillConfig) -> str | None:
+    if not order.command:
+        return "drill needs a command: ddp-nanguard drill -- torchrun --nproc-per-node 2 train.py ..."
+    if shutil.which(order.command[0]) is None and order.command[0] != "torchrun":
+        return f"there is no command {order.command[0]!r}"
+    if order.layer is not None and set(order.phases) <= set(WITHOUT_LAYER):
+        return f"option layer={order.layer!r}: phase {order.phases[0]} belongs to no layer; leave it out"
+    return None
+
+
+def _drill(order: DrillConfig, phase: str, directory: Path) -> list[Check]:
+    directory.mkdir(parents=True, exist_ok=True)
+    plan = _plan(order, phase)
+    text = ",".join(f"{key}={value}" for key, value in plan.items())
+    print(f"{ENV_INJECT}={text}\n$ {' '.join(order.command)}", flush=True)
+    environment = _environment(directory, phase, text)
+    ran = run_job(order.command, order.timeout_s, directory, environment)
+    dump = _dump_in(directory / "nan_dumps")
+    rows = [_ended(ran, order), _planted(ran, dump, plan)]
+    if not any(row.holds is False for row in rows) or dump is not None:
+        rows += _about_stop(ran, dump)
+        rows += _about_dump(dump, plan, order, environment)
+    rows.append(Check("no process left", not ran.left, "; ".join(ran.left) or "none"))
+    print("\n".join(map(str, rows)), flush=True)
+    if any(row.holds is False for row in rows) and dump is None:
+        _show_output(ran)
+    print(flush=True)
+    return rows
+
+
+def _plan(order: DrillConfig, phase: str) -> dict[str, Any]:
+    rank = order.rank if order.rank is not None else min(1, num_processes(order.command) - 1)
+    plan: dict[str, Any] = {"rank": rank, "step": order.step, "phase": phase, "kind": order.kind}
+    return plan if order.layer is None or phase in WITHOUT_LAYER else {**plan, "layer": order.layer}
+
+
+def _environment(directory: Path, phase: str, text: str) -> dict[str, str]:
+    """The user's, with the fault; what would keep the guard from stopping is set back, ``enabled`` is not."""
+    names = {ENV_INJECT: text, f"{ENV_PREFIX}DUMP_DIR": str(directory / "nan_dumps"), f"{ENV_PREFIX}ON_FAULT": "stop"}
+    names |= {f"{ENV_PREFIX}ON_LOSS": "stop", f"{ENV_PREFIX}REDACT": "0", f"{ENV_PREFIX}BUDGET": "none"}
+    names[ENV_DRILL_ID] = uuid.uuid4().hex
+    if phase == "optimizer":
+        names |= {f"{ENV_PREFIX}KEEP_PREVIOUS": "1", f"{ENV_PREFIX}VERDICT": "sync"}
+    kept = {name: value for name, value in os.environ.items() if name not in _JOB_VARIABLES}
+    return {**kept, "PYTHONUNBUFFERED": "1", **names}
+
+
+# -- the promises ------------------------------------------------------------------------------------------------------
+
+
+def _ended(ran: JobResult, order: DrillConfig) -> Check:
+    if ran.stopped_because is not None:
+        return Check("stopped", False, f"{ran.stopped_because}; killed with its children")
+    if ran.code == 0:
+        return Check("stopped", False, f"the job went through to its end (code 0) in {ran.seconds:.0f} s")
+    return Check("stopped", True, f"after {ran.seconds:.0f} s, code {ran.code}")
+
+
+def _planted(ran: JobResult, dump: Path | None, plan: dict[str, Any]) -> Check:
+    name = "the fault was planted"
+    if dump is not None:
+        injected = _read(dump / f"rank-{plan['rank']:05d}" / "evidence.json").get("injected") or []
+        if injected:
+            return Check(name, True, f"by the guard on rank {plan['rank']}")
+    done = [said for said in ran.said if said.startswith("planted")]
+    refused = [said for said in ran.said if said.startswith("NOT planted")]
+    wrong = [line for text in ran.texts for line in text.splitlines() if "ValueError" in line and ENV_INJECT in line]
+    if done:
+        return Check(name, True, done[0])
+    if refused or wrong:
+        return Check(name, False, (refused or wrong)[0].split("ValueError: ")[-1])
+    if ran.said:
+        return Check(name, False, f"a guard was built, but its step {plan['step']} was not reached: {ran.said[0]}")
+    return Check(name, False, "no sign of a guard: the job builds no NanGuard, or ended before it")
+
+
+def _about_stop(ran: JobResult, dump: Path | None) -> list[Check]:
+    manifest = _read(dump / "manifest.json") if dump is not None else {}
+    expected = manifest.get("options", {}).get("exit_code", 65)
+    count = manifest.get("world_size", len(ran.texts))
+    codes = [ran.codes.get(rank) for rank in range(count)]
+    together = all(code == expected for code in codes)
+    shown = ", ".join("none" if code is None else str(code) for code in codes)
+    rows = [Check("every worker's exit code", together, f"{shown}; promised: {expected}")]
+    messages = [message for text in ran.texts if (message := _message_of(text)) is not None]
+    same = len(messages) == count and len(set(messages)) == 1
+    if same:
+        return [*rows, Check("one text on all ranks", True, messages[0].splitlines()[0])]
+    given = f"{len(messages)} of {count} ranks gave a message, {len(set(messages))} different"
+    return [*rows, Check("one text on all ranks", False, given)]
+
+
+def _message_of(text: str) -> str | None:
+    found = _MESSAGE.search(text)
+    return re.sub(r"\n\[rank\d+\]: ", "\n", found[1]) if found else None
+
+
+def _about_dump(
+    dump: Path | None, plan: dict[str, Any], order: DrillConfig, environment: dict[str, str]
+) -> list[Check]:
+    if dump is None:
+        return [Check("the dump", False, "there is none")]
+    manifest = _read(dump / "manifest.json")
+    return [_named(dump, manifest, plan), _complete(dump, manifest), _replayed(dump, manifest, order, environment)]
+
+
+def _named(dump: Path, manifest: dict[str, Any], plan: dict[str, Any]) -> Check:
+    """The planted site and no other; a kind may change on its way through a backward (inf times 0)."""
+    injected = (_read(dump / f"rank-{plan['rank']:05d}" / "evidence.json").get("injected") or [{}])[0]
+    planned = {**plan, "layer": injected.get("layer", plan.get("layer")), "micro_batch": 0}
+    if plan["phase"] in WITHOUT_MICRO_BATCH:
+        planned["micro_batch"] = None
+    origin = dict(manifest.get("origin") or {})
+    if plan["phase"] == "reduce":
+        origin["rank"] = manifest["holders"][0] if len(manifest["holders"]) == 1 else None
+    wrong = [
+        f"{key} {origin.get(key)!r} instead of {value!r}"
+        for key, value in planned.items()
+        if origin.get(key) != value and not (key == "kind" and plan["phase"] == "backward" and value != "nan")
+    ]
+    place = [f"rank {planned['rank']}", f"step {planned['step']}", planned["phase"], planned["layer"] or ""]
+    return Check("named exactly", not wrong, "; ".join(wrong) or " · ".join(filter(None, place)))
+
+
+def _complete(dump: Path, manifest: dict[str, Any]) -> Check:
+    from ddp_nanguard.dump.read import open_dump
+    from ddp_nanguard.errors import DumpError
+
+    try:
+        opened = open_dump([str(dump)], verify=True)
+    except DumpError as error:
+        return Check("the dump is complete", False, str(error))
+    missing = [rank for rank in range(manifest["world_size"]) if rank not in opened.ranks]
+    problems = [f"ranks missing: {missing}"] if missing else []
+    problems += [manifest["weights"]["problem"]] if manifest["weights"]["problem"] else []
+    problems += manifest["problems"]
+    size = f"{len(opened.ranks)} ranks, {opened.size_bytes / 2**20:.1f} MiB, checksums right"
+    return Check("the dump is complete", not problems, "; ".join(problems) or size)
+
+
+def _replayed(dump: Path, manifest: dict[str, Any], order: DrillConfig, environment: dict[str, str]) -> Check:
+    if manifest["recipe"] is None:
+        return Check(
+            "the replay is the same", None, 'not checked: no recipe; give NanGuard(..., replay="module:function")'
+        )
+    is_together = manifest["origin"]["phase"] == "reduce"
+    name = "the replay is the same"
+    command = [sys.executable, "-m", "ddp_nanguard", "replay", str(dump), "--json"]
+    if is_together:
+        launch = [sys.executable, "-m", LAUNCHERS[0], "--standalone", f"--nproc-per-node={manifest['world_size']}"]
+        command = [*launch, "--redirects=0", "-m", "ddp_nanguard.cli.replay_ranks", str(dump)]
+    variables = {key: value for key, value in environment.items() if not key.startswith(ENV_PREFIX)}
+    package = str(Path(__file__).parents[2])
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, [variables.get("PYTHONPATH"), package]))
+    replay = subprocess.Popen(
+        command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        output, errors = replay.communicate(timeout=order.timeout_s)
+    except subprocess.TimeoutExpired:
+        kill_all(environment[ENV_DRILL_ID])
+        replay.communicate()
+        return Check(name, False, f"the replay did not end within {order.timeout_s:g} s")
+    outcome = _last_json(output)
+    who = f"all {manifest['world_size']} ranks" if is_together else f"rank {outcome.get('rank')} alone"
+    if replay.returncode == 0 and outcome.get("outcome") == "same":
+        return Check(name, True, f"{who}, bit for bit")
+    said = outcome.get("reason") or (errors.strip().splitlines() or ["no output"])[-1]
+    return Check(name, False, f"{outcome.get('outcome', 'no outcome')} (code {replay.returncode}): {said}")
+
+
+def _dump_in(directory: Path) -> Path | None:
+    found = sorted(path for path in directory.glob("step-*") if (path / "manifest.json").is_file())
+    return found[0] if found else None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _last_json(text: str) -> dict[str, Any]:
+    for line in reversed(text.splitlines()):
+        with contextlib.suppress(ValueError):
+            found = json.loads(line)
+            if isinstance(found, dict):
+                return found
+    return {}
+
+
+def _show_output(ran: JobResult) -> None:
+    for rank, text in enumerate(ran.texts):
+        print(f"--- the end of what worker {rank} printed:\n{text[-MAX_SHOWN:].rstrip()}")

@@ -1,0 +1,184 @@
+"""A job of the user's, run from outside: a log per worker, one deadline, and an end for every process of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ddp_nanguard.config import ENV_INJECT
+
+ENV_DRILL_ID = "DDP_NANGUARD_DRILL"
+"""Environment variable that tells the drill's processes, whoever their parent is by now."""
+GRACE_S = 5.0
+LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch")
+_FLAGS = ("-m", "--module", "--standalone", "--no-python", "--run-path", "--virtual-local-rank")
+_FAILED = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s*exitcode\s*: (-?\d+)")
+_SAID = re.compile(rf"{ENV_INJECT}: (.*)")
+
+
+@dataclass
+class JobResult:
+    """How the job ended.
+
+    Attributes:
+        code: of the command; None where it had to be killed.
+        seconds: it took.
+        codes: of the workers by rank, as far as they are known.
+        texts: what each worker printed, in rank order; the whole output where the command is no torchrun.
+        said: what the planting said, without its place.
+        left: processes that were left when the command had ended, and were killed.
+        stopped_because: why the drill ended it.
+    """
+
+    code: int | None
+    seconds: float
+    codes: dict[int, int]
+    texts: list[str]
+    said: list[str]
+    left: list[str] = field(default_factory=list)
+    stopped_because: str | None = None
+
+
+def run_job(command: Sequence[str], timeout_s: float, directory: Path, environment: dict[str, str]) -> JobResult:
+    """Runs the command in a session of its own until it ends, is overdue, or lasts too long."""
+    logs = directory / "logs"
+    begun = time.monotonic()
+    with (directory / "output.txt").open("w") as output:
+        job = subprocess.Popen(
+            with_logs(command, logs), env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            reason = _wait(job, timeout_s, directory, logs, begun)
+        finally:
+            ended_by_itself = job.poll() is not None
+            if ended_by_itself:
+                _wait_for_none(environment[ENV_DRILL_ID])
+            left = kill_all(environment[ENV_DRILL_ID])
+            job.terminate()  # where there is no /proc to find it by: torchrun ends its workers then
+            job.wait()
+    whole = (directory / "output.txt").read_text(errors="replace")
+    texts = _worker_texts(logs) or [whole]
+    is_torchrun = launcher_end(command) is not None
+    codes = {int(rank): int(code) for rank, code in _FAILED.findall(whole)} if is_torchrun else {0: job.returncode}
+    return JobResult(
+        code=job.returncode if ended_by_itself else None,
+        seconds=time.monotonic() - begun,
+        codes=codes,
+        texts=texts,
+        said=list(dict.fromkeys(said.strip() for text in [*texts, whole] for said in _SAID.findall(text))),
+        left=left if ended_by_itself else [],
+        stopped_because=reason,
+    )
+
+
+def _wait(job: subprocess.Popen[bytes], timeout_s: float, directory: Path, logs: Path, begun: float) -> str | None:
+    """Why the job is to be killed; None where it has ended."""
+    while job.poll() is None:
+        if time.monotonic() - begun > timeout_s:
+            return f"HANGS, or is slow: no end within {timeout_s:g} s"
+        for text in (*_worker_texts(logs), (directory / "output.txt").read_text(errors="replace")):
+            for said in _SAID.findall(text):
+                if "the job still runs" in said or said.startswith("NOT planted"):
+                    return f"nothing to wait for: {said}"
+        time.sleep(0.25)
+    return None
+
+
+def launcher_end(command: Sequence[str]) -> int | None:
+    """Position of the script in a torchrun command; None for any other command."""
+    position = _launcher_length(command)
+    if position is None:
+        return None
+    while position < len(command) and command[position].startswith("-"):
+        option = command[position].replace("_", "-")
+        position += 1 if "=" in option or option in _FLAGS or _is_joined(option) else 2
+    return min(position, len(command))
+
+
+def _is_joined(option: str) -> bool:
+    """``-r3``: a short option with its value."""
+    return not option.startswith("--") and len(option) > 2
+
+
+def _launcher_length(command: Sequence[str]) -> int | None:
+    if os.path.basename(command[0]) == "torchrun":
+        return 1
+    for position in range(1, len(command) - 1):
+        if command[position] == "-m" and command[position + 1] in LAUNCHERS:
+            return position + 2
+        if not command[position].startswith("-"):
+            return None
+    return None
+
+
+def with_logs(command: Sequence[str], logs: Path) -> list[str]:
+    """The command, with a log per worker and no restarts where it is torchrun's."""
+    end = launcher_end(command)
+    start = [sys.executable, "-m", LAUNCHERS[0]] if shutil.which(command[0]) is None else [command[0]]
+    if end is None:
+        return list(command)
+    options = [f"--log-dir={logs}", "--redirects=3", "--max-restarts=0", "--monitor-interval=0.1"]
+    return [*start, *command[1:end], *options, *command[end:]]
+
+
+def num_processes(command: Sequence[str]) -> int:
+    """Of a torchrun command, as far as it says; 1 otherwise."""
+    end = launcher_end(command) or 0
+    for position, option in enumerate(command[:end]):
+        name, _, value = option.replace("_", "-").partition("=")
+        if name in ("--nproc-per-node", "--nnodes"):
+            value = value or command[position + 1]
+            if not value.isdigit() or int(value) > 1:
+                return 2
+    return 1
+
+
+def _worker_texts(logs: Path) -> list[str]:
+    """What each worker printed, stdout before stderr, in rank order."""
+    workers = sorted(logs.glob("*/attempt_0/*"), key=lambda path: int(path.name)) if logs.is_dir() else []
+    names = ("stdout.log", "stderr.log")
+    return [
+        "".join((path / name).read_text(errors="replace") for name in names if (path / name).exists())
+        for path in workers
+    ]
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def _marked(mark: str) -> Iterator[tuple[int, str]]:
+    """Live processes with the drill's mark in their environment, with their commands; none where there is no /proc."""
+    wanted = f"{ENV_DRILL_ID}={mark}".encode()
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, IndexError):
+            if wanted not in (path / "environ").read_bytes().split(b"\0"):
+                continue
+            if (path / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
+                yield int(path.name), (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+
+
+def _wait_for_none(mark: str) -> None:
+    """What is about to end may do so."""
+    deadline = time.monotonic() + GRACE_S
+    while any(_marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def kill_all(mark: str) -> list[str]:
+    """End every process of the job, children first asked, then killed; what there was."""
+    found = {pid: f"{pid} {command[:80]}" for pid, command in _marked(mark)}
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        for pid, _ in list(_marked(mark)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, sign)
+        _wait_for_none(mark)
+    return list(found.values())

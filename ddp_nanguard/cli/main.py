@@ -1,0 +1,175 @@
+"""``ddp-nanguard``: parses the command line and hands over to one function per command.
+
+Exit codes: 0, 2 for wrong usage or a dump that cannot be used (one line on stderr); ``replay`` has more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from ddp_nanguard.errors import DumpError
+
+from . import replay as cli_diagnosis
+from .arguments import WRONG_USAGE, Commands
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    command: Command = options.command
+    try:
+        return command(options)
+    except DumpError as error:
+        print(f"ddp-nanguard: {error}", file=sys.stderr)
+        return WRONG_USAGE
+    except BrokenPipeError:
+        # the reader of a pipe has seen enough; nothing may be flushed into it at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ddp-nanguard", description="Lists, shows and replays the dumps of NanGuard.")
+    parser.add_argument("--version", action="version", version=f"ddp-nanguard {_version()}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_list(commands)
+    _add_show(commands)
+    _add_replay(commands)
+    cli_diagnosis.add_explain(commands)  # diagnosis
+    _add_demo(commands)
+    _add_drill(commands)
+    return parser
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("ddp-nanguard")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def _add_list(commands: Commands) -> None:
+    parser = commands.add_parser("list", help="the dumps in one or several dump_dirs")
+    parser.add_argument("directories", nargs="+", metavar="DIR", help="dump_dir of a run, or of each of its nodes")
+    parser.set_defaults(command=run_list)
+
+
+def _add_show(commands: Commands) -> None:
+    parser = commands.add_parser("show", help="what a dump says about its fault")
+    parser.add_argument("dump", nargs="+", metavar="DUMP", help="a dump, or its parts on several nodes")
+    parser.add_argument("--json", action="store_true", help="the report as JSON")
+    parser.set_defaults(command=run_show)
+
+
+def _add_replay(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "replay",
+        help="run one rank's step again, alone in this process",
+        description="Exit codes: 0 same, 3 elsewhere, 4 not reproduced, 5 cannot, 2 wrong usage. "
+        "For all ranks: torchrun --nproc-per-node N launch/replay.py DUMP",
+    )
+    parser.add_argument("dump", nargs="+", metavar="DUMP", help="a dump, or its parts on several nodes")
+    parser.add_argument("--rank", type=int, help="default: the rank where the fault began")
+    parser.add_argument("--recipe", metavar="MODULE:FUNCTION", help="default: the one that the dump names")
+    parser.add_argument("--device", help="default: a GPU if there is one")
+    parser.add_argument("--json", action="store_true", help="the outcome as JSON")
+    cli_diagnosis.add_options(parser)  # diagnosis
+    parser.set_defaults(command=run_replay)
+
+
+def _add_demo(commands: Commands) -> None:
+    parser = commands.add_parser("demo", help="a NaN that nobody planted: stopped, named, dumped, replayed")
+    parser.add_argument("--wrapper", choices=("ddp", "fsdp1", "fsdp2"), default="ddp", help="default: ddp")
+    parser.add_argument("--nproc", type=int, default=2, metavar="N", help="number of ranks, default 2")
+    parser.add_argument("--out", metavar="DIR", help="where the dump goes; default: a temporary directory")
+    parser.set_defaults(command=run_demo)
+
+
+def _add_drill(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "drill",
+        help="your own job with a fault planted: does every promise hold there?",
+        usage="ddp-nanguard drill [OPTIONS] -- torchrun --nproc-per-node N train.py ...",
+        description="Runs the command with a fault planted, once per phase, and checks what the guard promises.",
+    )
+    phases = ("state", "input", "forward", "loss", "backward", "reduce", "optimizer", "all")
+    parser.add_argument("--phase", choices=phases, default="forward", help="where it goes bad; default: forward")
+    parser.add_argument("--step", type=int, default=2, metavar="N", help="as the guard counts; default: 2")
+    parser.add_argument("--rank", type=int, help="default: 1, or 0 where the command starts one process")
+    parser.add_argument("--layer", help="default: a layer with parameters, in the middle of the model")
+    parser.add_argument("--kind", choices=("nan", "inf", "-inf"), default="nan", help="default: nan")
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="of the job and of its replay, 600")
+    parser.add_argument("--out", metavar="DIR", help="where dumps and logs go; default: a temporary directory")
+    parser.add_argument("job", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command of the job")
+    parser.set_defaults(command=run_drill)
+
+
+def run_drill(options: argparse.Namespace) -> int:
+    """``ddp-nanguard drill -- COMMAND``."""
+    from . import drill
+
+    job = tuple(options.job[1:] if options.job[:1] == ["--"] else options.job)
+    phases = drill.PHASES if options.phase == "all" else (options.phase,)
+    order = drill.DrillConfig(
+        job, phases, options.step, options.rank, options.layer, options.kind, options.timeout, options.out
+    )
+    return drill.run_drill(order)
+
+
+def run_demo(options: argparse.Namespace) -> int:
+    """``ddp-nanguard demo``."""
+    from . import demo
+
+    return demo.run_demo(options.wrapper, options.nproc, options.out)
+
+
+def run_replay(options: argparse.Namespace) -> int:
+    """``ddp-nanguard replay DUMP [--rank R]``."""
+    if cli_diagnosis.is_wanted(options):  # diagnosis
+        return cli_diagnosis.run_replay(options)
+    from ddp_nanguard.replay.outcome import EXIT_CODES
+    from ddp_nanguard.replay.session import replay_alone
+
+    from .outcome_text import outcome_text
+
+    result = replay_alone(options.dump, options.rank, options.recipe, options.device)
+    print(json.dumps(result.to_dict()) if options.json else outcome_text(result), end="\n" if options.json else "")
+    return EXIT_CODES[result.outcome]
+
+
+def run_list(options: argparse.Namespace) -> int:
+    """``ddp-nanguard list DIR...``."""
+    from ddp_nanguard.dump.read import list_dumps
+
+    from .table import dump_table
+
+    print(dump_table(list_dumps(options.directories)), end="")
+    return 0
+
+
+def run_show(options: argparse.Namespace) -> int:
+    """``ddp-nanguard show DUMP [--json]``."""
+    from ddp_nanguard.dump.read import open_dump
+    from ddp_nanguard.report.text import report_text
+
+    dump = open_dump(options.dump, verify=False)
+    if options.json:
+        print(json.dumps(dump.report.to_dict(), indent=1))
+    else:
+        # it may have been copied, or lie on several nodes
+        report = dataclasses.replace(dump.report, dump_path=" ".join(map(str, dump.paths)))
+        manifest = {**dump.manifest, "ranks_present": dump.ranks, "size_bytes": dump.size_bytes}
+        print(report_text(report, manifest, color=sys.stdout.isatty() and "NO_COLOR" not in os.environ), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Why it happened: the traced step, experiments and rules."""

@@ -1,0 +1,68 @@
+"""The trace on all ranks: for faults that no rank can run alone, since a layer or the reduce mixes them all."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from ddp_nanguard.replay.outcome import Result
+from ddp_nanguard.replay.session import Session, origin_rank
+from ddp_nanguard.report.types import Phase, Site
+
+from .diagnose import Diagnosis, traced_diagnosis
+from .rules.report_rules import largest_gradients
+from .trace.operators import is_communication
+
+
+def trace_all_ranks(session: Session, outcome: Result) -> str:
+    """Each rank's step under a trace; the same text on every rank: that of the rank where the fault began.
+
+    Where ranks met the value in the same layer the report names the first of them; the trace knows who only got it.
+
+    Args:
+        session: of this rank, not alone.
+        outcome: of its plain replay.
+
+    Collective: those of the training step and of the guard, then one gather of a flag and one broadcast of the text
+    on the default group; every rank must call it.
+    """
+    from ddp_nanguard.cli.trace_text import diagnosis_text  # which is made of the replay
+
+    origin = session.dump.report.origin
+    largest = _largest(session, origin) if origin is not None and origin.phase is Phase.REDUCE else {}
+    named = max(largest, key=largest.__getitem__) if largest else origin_rank(session.dump)
+    found = traced_diagnosis(session, outcome)
+    made_it: list[bool] = [False] * dist.get_world_size()
+    dist.all_gather_object(made_it, _made_it(found))
+    rank = named if made_it[named] or not any(made_it) else made_it.index(True)
+    texts: list[str | None] = [None]
+    if session.rank == rank:
+        got = "" if rank == named else f"rank {named} got the value from another rank\n"
+        texts = [f"\n{got}rank {rank}: {diagnosis_text(found)}{_reduce_text(found, largest, origin)}"]
+    dist.broadcast_object_list(texts, src=rank)
+    return texts[0] or ""
+
+
+def _made_it(found: Diagnosis) -> bool:
+    """Whether the value began in this rank's own arithmetic."""
+    first_nonfinite_op = found.traced.first_nonfinite_op if found.traced is not None else None
+    return first_nonfinite_op is not None and not is_communication(first_nonfinite_op.operator)
+
+
+def _largest(session: Session, origin: Site) -> dict[int, float]:
+    """Per rank the largest absolute value of the gradient that went bad in the reduce, before it."""
+    dump = session.dump
+    return largest_gradients({rank: dump.history(rank) for rank in dump.ranks}, origin.slot)
+
+
+def _reduce_text(found: Diagnosis, largest: dict[int, float], origin: Site | None) -> str:
+    """Which collective, and whose values were how large before it."""
+    if not largest or origin is None:
+        return ""
+    trace = found.traced.trace if found.traced is not None else None
+    where = (trace.bad_communication if trace is not None else None) or "no collective was seen with a bad value"
+    ranks = ", ".join(f"{value:.4g} on rank {rank}" for rank, value in sorted(largest.items(), key=_by_size)[:8])
+    return f"reduce: {where}; largest gradient of {origin.slot} before it: {ranks}\n"
+
+
+def _by_size(pair: tuple[int, float]) -> float:
+    return -pair[1]

@@ -1,0 +1,111 @@
+"""From a dump to the operator, the line and the reason: the plain replay first, then the trace, then the rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ddp_nanguard.dump.read import Dump
+from ddp_nanguard.errors import DumpError
+from ddp_nanguard.replay.outcome import Outcome, Result
+from ddp_nanguard.replay.session import Session
+from ddp_nanguard.report.types import Phase
+
+from .rules import Reason, TraceFacts, reason_for
+from .trace.traced_step import Traced, trace_step
+
+
+@dataclass
+class Diagnosis:
+    """What a dump and its replay say about the cause.
+
+    Attributes:
+        outcome: of the plain replay; None where there was none.
+        traced: None where the step could not be run.
+        reason: the first rule that fits, or "unknown".
+        obstacle: why the step was not run; "" where it was.
+    """
+
+    outcome: Result | None
+    traced: Traced | None
+    reason: Reason
+    obstacle: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready data: what a plain replay gives, then the trace and the reason."""
+        return {
+            **(self.outcome.to_dict() if self.outcome is not None else {}),
+            "trace": self.traced.to_dict() if self.traced is not None else None,
+            "cause": self.reason.to_dict(),
+            "not_run": self.obstacle or None,
+        }
+
+
+def diagnose(session: Session, outcome: Result) -> Diagnosis:
+    """Trace the session's step and ask the rules.
+
+    Args:
+        session: of one rank.
+        outcome: of its plain replay.
+    """
+    if outcome.outcome is Outcome.CANNOT:
+        return without_replay(session.dump, outcome, outcome.reason)
+    try:
+        return traced_diagnosis(session, outcome)
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        return without_replay(session.dump, outcome, f"the traced step raised {type(error).__name__}: {error}")
+
+
+def traced_diagnosis(session: Session, outcome: Result) -> Diagnosis:
+    """`diagnose` where an error ends the trace: a rank that goes on without its peers would leave them waiting."""
+    traced = trace_step(session)
+    if outcome.outcome is Outcome.ELSEWHERE:
+        traced.notes.append("the replay went elsewhere than the record: this is the trace of the replay")
+    facts = facts_of(session.dump, traced, outcome)
+    return Diagnosis(outcome, traced, reason_for(facts))
+
+
+def without_replay(dump: Dump, outcome: Result | None, why: str) -> Diagnosis:
+    """What the report and the history alone say."""
+    reason = reason_for(facts_of(dump, None, None))
+    if reason.kind == "unknown":
+        reason = replace(reason, evidence=(*reason.evidence, f"the report says: {dump.report.cause}"))
+    return Diagnosis(outcome, None, reason, why)
+
+
+def facts_of(dump: Dump, traced: Traced | None, outcome: Result | None) -> TraceFacts:
+    """What the rules look at."""
+    dtypes = {
+        name.removeprefix("model."): entry["dtype"]
+        for name, entry in dump.manifest["shapes"].items()
+        if name.startswith("model.")
+    }
+    return TraceFacts(
+        report=dump.report,
+        traced=traced,
+        histories={rank: dump.history(rank) for rank in dump.ranks},
+        optimizers=_optimizers(dump),
+        dtypes=dtypes,
+        batch=_batch(dump) if traced is None else None,
+        outcome=str(outcome.outcome) if outcome is not None else None,
+        differs=tuple(outcome.differs) if outcome is not None else (),
+        was_compiled=bool(dump.manifest["wrapper_description"].get("compiled")),
+    )
+
+
+def _batch(dump: Dump) -> Any:
+    """What a bad input is looked for in."""
+    origin = dump.report.origin
+    if origin is None or origin.phase is not Phase.INPUT or origin.rank not in dump.ranks:
+        return None
+    try:
+        return next((m.batch for m in dump.window(origin.rank) if m.index == origin.micro_batch), None)
+    except DumpError:
+        return None
+
+
+def _optimizers(dump: Dump) -> list[dict[str, Any]]:
+    try:
+        return list(dump.plain_state()["optimizers"])
+    except DumpError:
+        return []

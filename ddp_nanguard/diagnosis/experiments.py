@@ -1,0 +1,175 @@
+"""The step once more with one thing changed: precision, determinism, memory, repetition."""
+
+from __future__ import annotations
+
+import contextlib
+import pdb
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_nanguard.capture.window import MicroBatch
+from ddp_nanguard.replay.rebuild import Rebuilt
+from ddp_nanguard.replay.run_step import StepResult
+from ddp_nanguard.replay.session import Session
+from ddp_nanguard.report.messages import what
+from ddp_nanguard.report.types import Site
+from ddp_nanguard.tensors.containers import copy_containers
+
+from .trace.events import Event
+from .trace.source_lines import user_frame
+from .trace.traced_step import Traced, trace_step
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+@dataclass
+class ExperimentResult:
+    """What one experiment gave.
+
+    Attributes:
+        name: as on the command line.
+        text: one sentence.
+        failed: whether the step was non-finite; None where it could not be run.
+        details: for ``--json``.
+    """
+
+    name: str
+    text: str
+    failed: bool | None
+    details: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready data."""
+        return {"text": self.text, "failed": self.failed, **self.details}
+
+
+def in_dtype(session: Session, name: str) -> ExperimentResult:
+    """Whether the step stays finite with weights, buffers and floating batch items in another precision."""
+
+    @contextlib.contextmanager
+    def around(rebuilt: Rebuilt, window: list[MicroBatch]) -> Iterator[None]:
+        rebuilt.wrapper.model.to(DTYPES[name])
+        for micro_batch in window:
+            micro_batch.batch = copy_containers(micro_batch.batch, lambda tensor: _cast(tensor, DTYPES[name]))
+        yield
+
+    if session.dump.manifest["wrapper_description"]["kind"] not in ("plain", "ddp"):
+        return ExperimentResult(f"--dtype {name}", "cannot: sharded parameters keep their dtype", None)
+    return _changed(session, f"--dtype {name}", around, "; casts that the step's own code makes are as they were")
+
+
+def deterministic(session: Session) -> ExperimentResult:
+    """Whether the step fails with deterministic algorithms too."""
+
+    @contextlib.contextmanager
+    def around(_: Rebuilt, __: list[MicroBatch]) -> Iterator[None]:
+        with _deterministic(fill=False):
+            yield
+
+    return _changed(session, "--deterministic", around)
+
+
+def poison_memory(session: Session) -> ExperimentResult:
+    """Whether the step reads memory that it has not written: every new tensor without contents is filled with NaN."""
+
+    @contextlib.contextmanager
+    def around(rebuilt: Rebuilt, _: list[MicroBatch]) -> Iterator[None]:
+        fill_free_memory(rebuilt.device)
+        with _deterministic(fill=True):
+            yield
+
+    return _changed(session, "--poison-memory", around)
+
+
+def fill_free_memory(device: torch.device) -> None:
+    """Leaves NaN in the memory that the allocator hands out next."""
+    sizes = [1 << exponent for exponent in range(6, 24)]
+    held = [torch.full((size // 4,), torch.nan, device=device) for size in sizes for _ in range(4)]
+    del held
+
+
+@contextlib.contextmanager
+def _deterministic(fill: bool) -> Iterator[None]:
+    before = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
+    settings: Any = torch.utils.deterministic  # mypy does not see the attributes of this module
+    filled = settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    settings.fill_uninitialized_memory = fill
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        settings.fill_uninitialized_memory = filled
+
+
+def repeat(session: Session, count: int) -> ExperimentResult:
+    """How often the step fails, and whether always at the same place."""
+    places = Counter(_place(_first(session.run())) for _ in range(count))
+    failed = count - places[""]
+    text = f"{failed} of {count} runs non-finite"
+    if failed:
+        text += ": " + "; ".join(f"{number} times {place}" for place, number in places.most_common() if place)
+    return ExperimentResult(f"--repeat {count}", text, failed > 0, {"runs": count, "places": dict(places)})
+
+
+def _changed(session: Session, name: str, around: Any, remark: str = "") -> ExperimentResult:
+    try:
+        site = _first(session.run(around=around))
+    except (RuntimeError, TypeError, ValueError) as error:
+        return ExperimentResult(name, f"cannot: {type(error).__name__}: {str(error).splitlines()[0]}", None)
+    text = f"the step is finite{remark}" if site is None else f"still fails: {_place(site)}{remark}"
+    return ExperimentResult(name, text, site is not None, {"site": site.to_dict() if site is not None else None})
+
+
+def _first(again: StepResult) -> Site | None:
+    if again.sites:
+        return again.sites[0]
+    return again.report.origin if again.report is not None else None
+
+
+def _place(site: Site | None) -> str:
+    return "" if site is None else f"{site.phase} · {what(site)}"
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+# -- a debugger at the operator
+# ----------------------------------------------------------------------------------------
+
+
+def debug(session: Session, traced: Traced) -> ExperimentResult:
+    """Stop at the birth that a trace has found, in the user's frame, while the operator's caller waits."""
+    first_nonfinite_op = traced.first_nonfinite_op
+    if first_nonfinite_op is None:
+        return ExperimentResult("--pdb", "no birth to stop at", None)
+    stopped: list[str] = []
+
+    def stop(event: Event, frame: FrameType) -> None:
+        if event.order == first_nonfinite_op.order and event.operator == first_nonfinite_op.operator:
+            stopped.append(_interact(user_frame(frame), event))
+
+    trace_step(session, stop)
+    text = stopped[0] if stopped else "this run did not come to the operator of the first one"
+    return ExperimentResult("--pdb", text, None)
+
+
+def _interact(frame: FrameType | None, event: Event) -> str:
+    if frame is None:
+        line = event.line
+        where = f"; the forward line is {line.place()}" if line is not None else ""
+        return f"{event.operator} ran in backward, where none of the user's frames is left{where}"
+    print(f"stopped in {event.operator}, which gave {event.kind}; c goes on", file=sys.stderr)
+    debugger: Callable[[], Any] = pdb.Pdb
+    shell = debugger()
+    shell.reset()
+    shell.interaction(frame, None)
+    return f"stopped at {event.operator}"

@@ -1,0 +1,67 @@
+"""Why a value went bad: one sentence from a closed list, or "unknown". A wrong reason is worse than none.
+
+Each rule is a small function over the facts that gives a `Reason` only where its evidence holds for every element
+that is hit. `RULES` is the one place that says in which order they are asked; the first that answers is believed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from . import division, domain, job, numbers, outside
+from . import report_rules as why
+from .facts import Reason, TraceFacts, at
+
+Rule = Callable[[TraceFacts], Reason | None]
+
+RULES: tuple[Rule, ...] = (
+    # what the report alone settles
+    why.hyper_parameter,
+    job.compiled_kernel,
+    job.not_reproduced,
+    why.reduce_overflow,
+    job.update_overflow,
+    # a value that came from outside needs no operator to explain it
+    outside.state_bad,
+    outside.bad_input,
+    outside.uninitialised,
+    # a selection or a mask says more than the operator that it spoils
+    numbers.masked_row,
+    domain.where_trap,
+    domain.edge_of_derivative,
+    division.division_by_zero,
+    domain.edge_of_domain,
+    numbers.empty_reduction,
+    division.zero_times_infinity,
+    # growth says why an overflow came
+    job.growth,
+    job.scale_collapse,
+    numbers.overflow,
+    outside.constant,
+)
+
+REASON_KINDS = (
+    "hyper-parameter", "not reproduced", "overflow in the reduce", "update overflow", "state", "bad input",
+    "uninitialised memory", "masked row", "where trap", "edge of domain", "division by zero", "empty reduction",
+    "0*inf", "growth", "scale collapse", "overflow", "constant", "unknown",
+)  # fmt: skip
+
+
+def reason_for(facts: TraceFacts) -> Reason:
+    """The first rule's answer, or "unknown" with what is known."""
+    for rule in RULES:
+        found = rule(facts)
+        if found is not None:
+            return found
+    first_nonfinite_op = facts.first_nonfinite_op
+    if first_nonfinite_op is None:
+        return Reason("unknown", "no rule fits what is known")
+    if first_nonfinite_op.outside:
+        sentence = (
+            f"{at(first_nonfinite_op)} took in a value from before the step that is no parameter, buffer or batch item"
+        )
+        return Reason("unknown", sentence)
+    return Reason("unknown", f"{first_nonfinite_op.operator} made it in {at(first_nonfinite_op)}; no rule says why")
+
+
+__all__ = ["REASON_KINDS", "RULES", "Reason", "TraceFacts", "reason_for"]

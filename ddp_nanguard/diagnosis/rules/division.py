@@ -1,0 +1,146 @@
+"""Division by zero, and zero times infinity."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_nanguard.diagnosis.trace.divisor_sources import DivisorSource
+from ddp_nanguard.diagnosis.trace.events import Event
+from ddp_nanguard.tensors.containers import named_tensors_in, path_text
+
+from .facts import Reason, TraceFacts, all_at_hits, at, hits, is_zero, listed, operand
+
+_DIVISIONS = {"div", "true_divide", "divide", "floor_divide", "remainder", "fmod"}
+_PRODUCTS = {"mul", "mm", "bmm", "addmm", "matmul", "baddbmm", "dot", "mv", "linear"}
+
+
+def division_by_zero(facts: TraceFacts) -> Reason | None:
+    """A division whose divisor is exactly zero wherever its result is not finite."""
+    first_nonfinite_op = facts.first_nonfinite_op
+    if first_nonfinite_op is None or is_derivative(first_nonfinite_op) or not is_division_by_zero(first_nonfinite_op):
+        return None
+    divisor = operand(first_nonfinite_op, 0 if first_nonfinite_op.base == "reciprocal" else 1)
+    what = "0/0" if first_nonfinite_op.kind == "nan" else "x/0"
+    zero, absent = _zeros(divisor), None
+    origin = _origin(facts, first_nonfinite_op, divisor)
+    text = f"the divisor is 0{zero}"
+    evidence = [
+        f"{first_nonfinite_op.num_hit} of {first_nonfinite_op.output.numel} elements"
+        if first_nonfinite_op.output is not None
+        else ""
+    ]
+    if origin is not None:
+        text = f"the divisor, a {origin.operator}{_over(facts, origin)}, is 0{zero}"
+        evidence.append(_origin_text(origin))
+        absent = _absent(facts, divisor, origin)
+    if absent is not None:
+        text += f": {absent[0]}"
+        evidence.append(absent[1])
+    return Reason("division by zero", f"{what} in {at(first_nonfinite_op)}: {text}", tuple(e for e in evidence if e))
+
+
+def is_derivative(event: Event) -> bool:
+    """Whether autograd's own formula ran, and no backward code of the user's."""
+    return event.phase == "backward" and not event.lines
+
+
+def is_division_by_zero(event: Event) -> bool:
+    """Whether every bad element of an operator's output stands over a zero divisor and under a finite number."""
+    mask = hits(event)
+    if mask is None or event.base not in {*_DIVISIONS, "reciprocal"}:
+        return False
+    if event.base == "reciprocal":
+        return all_at_hits(operand(event, 0), mask, is_zero)
+    over = is_zero if event.kind == "nan" else lambda value: torch.isfinite(value) & (value != 0)
+    if event.base in {"remainder", "fmod", "floor_divide"}:
+        over = torch.isfinite
+    return all_at_hits(operand(event, 1), mask, is_zero) and all_at_hits(operand(event, 0), mask, over)
+
+
+def _zeros(divisor: Any) -> str:
+    """Where the divisor is zero, in its own shape."""
+    if not isinstance(divisor, Tensor) or divisor.numel() == 1:
+        return ""
+    where = (divisor == 0).nonzero().tolist()
+    squeezed = [index[0] if len(index) == 1 else _without_ones(index, divisor.shape) for index in where]
+    if len(where) == divisor.numel():
+        return " everywhere"
+    return f" at {'index' if len(where) == 1 else 'indices'} {listed(squeezed)}"
+
+
+def _without_ones(index: list[int], shape: torch.Size) -> Any:
+    kept = [i for i, length in zip(index, shape, strict=True) if length > 1]
+    return kept[0] if len(kept) == 1 else tuple(kept)
+
+
+def _origin(facts: TraceFacts, first_nonfinite_op: Event, divisor: Any) -> DivisorSource | None:
+    trace = facts.traced.trace if facts.traced is not None else None
+    return (
+        trace.divisor_origins.get(first_nonfinite_op.order)
+        if trace is not None and isinstance(divisor, Tensor)
+        else None
+    )
+
+
+def _over(facts: TraceFacts, origin: DivisorSource) -> str:
+    size = facts.traced.batch_size if facts.traced is not None else None
+    if origin.dims is None:
+        return f" over all {_numel(origin.shape)} elements"
+    if origin.dims == (0,) and origin.shape[0] == size:
+        return " over the batch"
+    return f" over dim {', '.join(map(str, origin.dims))}"
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _origin_text(origin: DivisorSource) -> str:
+    line = origin.line
+    where = f" at {line.place()}: {line.expression or line.text}" if line is not None else ""
+    return f"{origin.operator} of a tensor of shape {origin.shape}{where}"
+
+
+def _absent(facts: TraceFacts, divisor: Tensor, origin: DivisorSource) -> tuple[str, str] | None:
+    """Whether the zeros stand at class numbers that the batch's labels lack."""
+    traced = facts.traced
+    zero = [index[0] for index in (divisor.reshape(-1) == 0).nonzero().tolist()]
+    if traced is None or divisor.numel() < 2 or origin.dims != (0,) or not zero or len(zero) > 8:
+        return None
+    for path, tensor in named_tensors_in(traced.batch):
+        if tensor.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8) or not tensor.numel():
+            continue
+        present = set(tensor.reshape(-1).tolist())
+        if tensor.shape[0] != traced.batch_size or min(present) < 0 or max(present) >= divisor.numel():
+            continue
+        if not present & set(zero) and present == set(range(divisor.numel())) - set(zero):
+            name = f"class {zero[0]} is" if len(zero) == 1 else f"classes {listed(zero)} are"
+            return f"{name} absent in this batch", f"batch{path_text(path)} has no {listed(zero)}"
+    return None
+
+
+def zero_times_infinity(facts: TraceFacts) -> Reason | None:
+    """A product of a zero and an infinity that is a constant, a mask, or was made by the code on purpose."""
+    first_nonfinite_op = facts.first_nonfinite_op
+    mask = hits(first_nonfinite_op) if first_nonfinite_op is not None else None
+    if (
+        first_nonfinite_op is None
+        or mask is None
+        or first_nonfinite_op.kind != "nan"
+        or first_nonfinite_op.base not in _PRODUCTS
+    ):
+        return None
+    one, other = operand(first_nonfinite_op, 0), operand(first_nonfinite_op, 1)
+    for zero, infinite in ((one, other), (other, one)):
+        if (
+            first_nonfinite_op.base == "mul"
+            and all_at_hits(zero, mask, is_zero)
+            and all_at_hits(infinite, mask, torch.isinf)
+        ):
+            return Reason(
+                "0*inf", f"0 times infinity in {at(first_nonfinite_op)}", (f"{first_nonfinite_op.num_hit} elements",)
+            )
+    return None

@@ -1,0 +1,84 @@
+"""Reasons that lie in the job, not in one operator: hyper-parameters, updates, communication, growth, chance."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ddp_nanguard.replay.outcome import EAGER_NOW
+from ddp_nanguard.report.types import Phase, SecondRun
+
+from . import report_rules as why
+from .facts import WORDS, Reason, TraceFacts, at
+from .numbers import is_overflow
+
+
+def scale_collapse(facts: TraceFacts) -> Reason | None:
+    """A scaler has halved its scale for too long."""
+    found = why.scale_collapse(facts)
+    if found is None or facts.first_nonfinite_op is None:
+        return found
+    return replace(found, evidence=(f"the gradients are not finite since {at(facts.first_nonfinite_op)}",))
+
+
+def compiled_kernel(facts: TraceFacts) -> Reason | None:
+    """Bad where torch.compile's code runs, finite where the same step runs eagerly."""
+    traced = facts.traced
+    if traced is None or not facts.was_compiled or traced.target or traced.first_nonfinite_op is not None:
+        return None
+    if EAGER_NOW in facts.differs:
+        compiled = "compiled: the recorded step, which failed; the replay's model is not compiled"
+    elif facts.outcome in ("same", "elsewhere"):
+        compiled = "compiled: the recorded step, which failed, and the replay, which failed too"
+    else:
+        return None  # it was finite compiled, too: chance
+    sentence = "the same step is finite when it runs eagerly: suspect the kernel that torch.compile made"
+    eager = f"eager: every output of {traced.num_operators} operators is finite"
+    return Reason("not reproduced", sentence, (compiled, eager))
+
+
+def not_reproduced(facts: TraceFacts) -> Reason | None:
+    """The same step was finite this time."""
+    if facts.first_nonfinite_op is not None:
+        return None
+    if not facts.outcome:
+        return why.finite_in_place(facts)
+    if facts.outcome != "not_reproduced":
+        return None
+    in_place = facts.report.rerun if facts.report is not None else None
+    where = f"different here: {'; '.join(facts.differs)}" if facts.differs else "on equal software"
+    sentence = f"the same step was finite in the replay, {where}: {_chance(in_place)}"
+    evidence = () if in_place is None else (f"rerun in place, before the dump: {in_place.text}",)
+    return Reason("not reproduced", sentence, evidence)
+
+
+def _chance(in_place: SecondRun | None) -> str:
+    """A step that went bad twice where it ran is no matter of chance."""
+    if in_place is not None and in_place.outcome == "same":
+        return "it went bad twice where it ran, so suspect that device, its software, or code that has changed"
+    return why.CHANCE
+
+
+def update_overflow(facts: TraceFacts) -> Reason | None:
+    """Finite gradients, non-finite weights: an eps that vanishes in the dtype, or an overflow in the update."""
+    first_nonfinite_op, origin = facts.first_nonfinite_op, facts.origin
+    found = why.update_overflow(facts)
+    if found is not None or first_nonfinite_op is None or first_nonfinite_op.phase != "update":
+        return found
+    if origin is None or origin.phase is not Phase.OPTIMIZER or origin.layer is None:
+        return None
+    return Reason(
+        "update overflow",
+        f"{first_nonfinite_op.operator} of the update made {WORDS[first_nonfinite_op.kind]} in {origin.slot}",
+    )
+
+
+def growth(facts: TraceFacts) -> Reason | None:
+    """The values grew over the last steps until one overflowed."""
+    first_nonfinite_op = facts.first_nonfinite_op
+    if first_nonfinite_op is None:
+        return why.growth(facts)
+    return (
+        why.growth(facts, why.MIN_TOTAL, (f"then overflow in {at(first_nonfinite_op)}",))
+        if is_overflow(first_nonfinite_op)
+        else None
+    )

@@ -1,0 +1,188 @@
+"""Too large, too few, all masked: overflow, empty reductions, softmax over nothing."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_nanguard.diagnosis.trace.events import Event, quick_kind
+from ddp_nanguard.diagnosis.trace.operators import tensors_of
+
+from .facts import Reason, TraceFacts, all_at_hits, at, hits, listed, operand
+
+_SOFTMAX = {"_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax"}
+_GROWS = {
+    "exp", "exp2", "expm1", "pow", "mul", "add", "sub", "sum", "mean", "mm", "bmm", "addmm", "baddbmm", "convolution",
+    "sinh", "cosh", "cumsum", "prod", "cumprod", "dot", "mv", "square", "linalg_vector_norm", "div", "_to_copy", "copy",
+}  # fmt: skip
+
+
+def masked_row(facts: TraceFacts) -> Reason | None:
+    """A softmax over a row in which every score is -inf."""
+    for event in facts.path:
+        if event.made is None or event.kind != "nan":
+            continue
+        rows = _masked_rows(event)
+        if rows:
+            return Reason("masked row", f"every score of a softmax row is -inf in {at(event)}", _masked(rows, facts))
+    return None
+
+
+def _masked(rows: list[Any], facts: TraceFacts) -> tuple[str, ...]:
+    first_nonfinite_op = facts.first_nonfinite_op
+    made = (
+        f"-inf made by {first_nonfinite_op.operator} at {first_nonfinite_op.line.place()}"
+        if first_nonfinite_op is not None and first_nonfinite_op.line
+        else ""
+    )
+    told = f"rows without any score: {listed(rows)}"
+    return (told, made) if made and first_nonfinite_op is not None and first_nonfinite_op.kind == "-inf" else (told,)
+
+
+def _masked_rows(event: Event) -> list[Any]:
+    """Indices, without the softmax dim, of the rows that are all -inf and NaN afterwards."""
+    scores, mask = operand(event, 0), hits(event)
+    if not isinstance(scores, Tensor) or mask is None or scores.shape != mask.shape or not scores.dim():
+        return []
+    if event.base in _SOFTMAX:
+        dim = operand(event, 1)
+    elif event.base == "sub" and _is_less_its_maximum(scores, operand(event, 1)):
+        dim = -1
+    else:
+        return []
+    rows = torch.isneginf(scores).all(dim, keepdim=True)
+    if not isinstance(dim, int) or not bool((rows | ~mask).all()):
+        return []
+    found = rows.squeeze(dim).nonzero().tolist()
+    return [index[0] if len(index) == 1 else tuple(index) for index in found]
+
+
+def _is_less_its_maximum(scores: Tensor, subtracted: Any) -> bool:
+    """A softmax by hand: ``x - x.amax(-1, keepdim=True)``."""
+    if not isinstance(subtracted, Tensor) or scores.shape[-1] < 2:
+        return False
+    largest = scores.amax(-1, keepdim=True)
+    return subtracted.shape == largest.shape and bool((subtracted == largest).all())
+
+
+def empty_reduction(facts: TraceFacts) -> Reason | None:
+    """A mean over nothing, a variance of one value, a loss whose labels are all ignored."""
+    first_nonfinite_op = facts.first_nonfinite_op
+    if first_nonfinite_op is None or first_nonfinite_op.made is None or first_nonfinite_op.kind != "nan":
+        return None
+    value = operand(first_nonfinite_op, 0)
+    if first_nonfinite_op.base == "mean" and isinstance(value, Tensor) and value.numel() == 0:
+        return Reason(
+            "empty reduction", f"mean over nothing in {at(first_nonfinite_op)}", (f"shape {tuple(value.shape)}",)
+        )
+    if first_nonfinite_op.base in {"var", "std", "var_mean", "std_mean"}:
+        return _one_value(first_nonfinite_op)
+    return _all_ignored(first_nonfinite_op) if first_nonfinite_op.base.startswith("nll_loss") else None
+
+
+def _one_value(first_nonfinite_op: Event) -> Reason | None:
+    assert first_nonfinite_op.made is not None
+    value, output = first_nonfinite_op.made.args[0], first_nonfinite_op.made.output
+    count = value.numel() // max(output.numel(), 1)
+    correction = first_nonfinite_op.made.kwargs.get("correction", 1)
+    if correction is None or count > correction:
+        return None
+    text = f"{first_nonfinite_op.base} over {count} value{'s' if count != 1 else ''} in {at(first_nonfinite_op)}"
+    return Reason("empty reduction", text, (f"shape {tuple(value.shape)}, correction {correction}",))
+
+
+def _all_ignored(first_nonfinite_op: Event) -> Reason | None:
+    target, weight, ignored = (
+        operand(first_nonfinite_op, 1),
+        operand(first_nonfinite_op, 2),
+        operand(first_nonfinite_op, 4),
+    )
+    if not isinstance(target, Tensor):
+        return None
+    if bool((target == ignored).all()):
+        text = f"all labels are ignored in {at(first_nonfinite_op)}: the mean is over nothing"
+        return Reason("empty reduction", text, (f"{target.numel()} labels, every one {ignored}",))
+    if isinstance(weight, Tensor) and bool((weight[target[target != ignored]] == 0).all()):
+        text = f"every label of the batch has weight 0 in {at(first_nonfinite_op)}: the mean is over nothing"
+        return Reason("empty reduction", text)
+    return None
+
+
+# -- overflow
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def overflow(facts: TraceFacts) -> Reason | None:
+    """Finite numbers whose result the dtype cannot hold; the operator is computed again in wider ones."""
+    first_nonfinite_op = facts.first_nonfinite_op
+    if first_nonfinite_op is None or not is_overflow(first_nonfinite_op) or first_nonfinite_op.output is None:
+        return None
+    dtype = first_nonfinite_op.output.dtype
+    answers = [(name, _again(first_nonfinite_op, wider)) for name, wider in _wider(dtype)]
+    stays = next(((name, largest) for name, largest in answers if largest is not None), None)
+    largest = max(
+        (abs(v) for o in first_nonfinite_op.inputs for v in (o.minimum, o.maximum) if v is not None), default=0.0
+    )
+    evidence = [f"largest number that went in: {largest:.4g}"]
+    limit = f"{dtype} ends at {torch.finfo(getattr(torch, dtype)).max:.4g}"
+    if stays is not None:
+        evidence.append(f"in {stays[0]} the same operator stays finite: {stays[1]:.4g}; {limit}")
+        verdict = f"it stays finite in {stays[0]}"
+    else:
+        verdict = "it overflows in float64 too"
+        evidence.append(limit)
+    return Reason("overflow", f"{dtype} overflow in {at(first_nonfinite_op)}: {verdict}", tuple(evidence))
+
+
+def is_overflow(event: Event) -> bool:
+    """Whether finite inputs gave a number too large for the dtype, which was tried in float64."""
+    if event.made is None or event.category != "birth" or any(o.kind is not None for o in event.inputs):
+        return False
+    stays_finite = _again(event, torch.float64) is not None
+    largest = max((abs(v) for o in event.inputs for v in (o.minimum, o.maximum) if v is not None), default=0.0)
+    if event.kind == "nan":  # inside a fused kernel, if anything
+        dtype = event.made.output.dtype
+        return stays_finite and dtype.is_floating_point and largest >= math.sqrt(torch.finfo(dtype).max)
+    return stays_finite or (event.base in _GROWS and largest > 1 and not _divides_by_zero(event))
+
+
+def _divides_by_zero(event: Event) -> bool:
+    mask, divisor = hits(event), operand(event, 1)
+    return event.base == "div" and mask is not None and all_at_hits(divisor, mask, lambda x: x == 0)
+
+
+def _wider(dtype: str) -> list[tuple[str, torch.dtype]]:
+    known = [("float32", torch.float32), ("float64", torch.float64)]
+    narrow = getattr(torch, dtype, None)
+    if dtype in ("float16", "bfloat16") or (isinstance(narrow, torch.dtype) and narrow.itemsize == 1):
+        return known
+    return known[1:]
+
+
+def _again(event: Event, dtype: torch.dtype) -> float | None:
+    """The largest absolute value of the operator's output in another dtype, None where it is not finite there."""
+    assert event.made is not None
+    made = event.made
+    args = [_cast(value, dtype) for value in made.args]
+    kwargs = {key: dtype if isinstance(v, torch.dtype) else _cast(v, dtype) for key, v in made.kwargs.items()}
+    try:
+        output = made.function(*args, **kwargs)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError):
+        return None
+    output = output[0] if isinstance(output, (tuple, list)) else output
+    if not isinstance(output, Tensor) or output.dtype != dtype or quick_kind(output) is not None:
+        return None
+    if any(quick_kind(tensor) for tensor in tensors_of([*args, *kwargs.values()])):
+        return None  # what it writes in place
+    return output.abs().max().item() if output.numel() else 0.0
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(dtype, copy=True) if value.is_floating_point() else value.clone()
+    if isinstance(value, torch.dtype) and value.is_floating_point:
+        return dtype
+    return type(value)(_cast(item, dtype) for item in value) if type(value) in (list, tuple) else value

@@ -1,0 +1,348 @@
+"""Why a value went bad, as far as the report, the history and the batch tell: nothing is run for it.
+
+Each rule gives a `Reason` only where its evidence holds; `replay.reasons` has more of them, which look at a trace.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ddp_nanguard.report.types import FaultReport, Phase, Site
+from ddp_nanguard.tensors.batch import bad_rows, batch_size, batch_tensors, nonfinite
+from ddp_nanguard.tensors.containers import path_text
+
+WORDS = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}
+MIN_VALUES = 4
+MIN_TOTAL = 10.0
+MIN_TOTAL_OVERFLOWED = 100.0
+"""Where no step was traced, but +Inf came out of finite values: most likely an overflow."""
+MIN_TOTAL_UNTRACED = 1000.0
+"""Where nothing says that anything overflowed, growth must speak for itself."""
+MIN_FACTOR = 1.2
+
+History = Mapping[str, np.ndarray[Any, Any]]
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a value went bad.
+
+    Attributes:
+        kind: from the closed list of `replay.reasons.KINDS`.
+        sentence: one, without a full stop.
+        evidence: what it rests on.
+    """
+
+    kind: str
+    sentence: str
+    evidence: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The sentence with its kind before it."""
+        return self.sentence if self.sentence.startswith(f"{self.kind}:") else f"{self.kind}: {self.sentence}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready data."""
+        return {"kind": self.kind, "sentence": self.sentence, "evidence": list(self.evidence)}
+
+
+@dataclass
+class ReportFacts:
+    """What is known of a fault without running its step.
+
+    Attributes:
+        report: of the dump; None where there is none.
+        histories: rank -> arrays of ``history.npz``.
+        optimizers: class and groups, as in the dump's ``state.json``.
+        dtypes: dtype of each parameter.
+        batch: of the origin's micro-batch, None where it is not at hand.
+    """
+
+    report: FaultReport | None = None
+    histories: Mapping[int, History] = field(default_factory=dict)
+    optimizers: list[dict[str, Any]] = field(default_factory=list)
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    batch: Any = None
+
+    @property
+    def origin(self) -> Site | None:
+        """The origin of the report."""
+        return self.report.origin if self.report is not None else None
+
+
+def reason_of(known: ReportFacts) -> Reason | None:
+    """The answer of the first rule that has one."""
+    return next((found for rule in RULES if (found := rule(known)) is not None), None)
+
+
+def hyper_parameter(known: ReportFacts) -> Reason | None:
+    """A learning rate or the like is not a number."""
+    origin = known.origin
+    if origin is None or origin.phase is not Phase.OPTIMIZER or origin.layer is not None:
+        return None
+    return Reason("hyper-parameter", f"{origin.slot} is {WORDS[origin.kind]}")
+
+
+def finite_in_place(known: ReportFacts) -> Reason | None:
+    """The step was run once more where it had failed, and was finite."""
+    again = known.report.rerun if known.report is not None else None
+    if again is None or again.outcome != "finite":
+        return None
+    sentence = f"the same step was finite once more in place, on the same device: {CHANCE}"
+    return Reason("not reproduced", sentence, (f"rerun in place, before the dump: {again.text}",))
+
+
+CHANCE = "nondeterminism, dirty memory or the device's hardware"
+
+
+def scale_collapse(known: ReportFacts) -> Reason | None:
+    """A scaler has halved its scale for too long."""
+    report = known.report
+    if report is None or not report.cause.startswith("scale collapse"):
+        return None
+    return Reason("scale collapse", report.cause)
+
+
+# -- values that were bad before ---------------------------------------------------------------------------------------
+
+
+def state(known: ReportFacts) -> Reason | None:
+    """A parameter, buffer or optimizer state was non-finite before the step."""
+    origin = known.origin
+    if origin is None or origin.phase is not Phase.STATE or origin.input_kind is not None:
+        return None
+    return bad_state(known, [origin.slot], WORDS[origin.kind])
+
+
+def bad_state(known: ReportFacts, names: list[str], kind: str, counts: tuple[str, ...] = ()) -> Reason:
+    """What is said of state that was bad; ``counts``: evidence on it."""
+    when = "before any training" if known.report is not None and known.report.step == 0 else "before the step"
+    damaged = list(known.report.state) if known.report is not None else []
+    evidence = [*counts, *([f"damaged: {listed(damaged, 8)}"] if damaged else [])]
+    return Reason("state", f"{listed(names)} held {kind} {when}", tuple(evidence))
+
+
+def bad_input(known: ReportFacts) -> Reason | None:
+    """The batch held a non-finite value that the fault comes from."""
+    origin = known.origin
+    if origin is None or origin.phase is not Phase.INPUT:
+        return None
+    name = f"batch{origin.slot}"
+    tensor = batch_tensors(known.batch).get(name)
+    found = None if tensor is None else bad_item(name, tensor, known.batch, batch_size(known.batch))
+    if found is not None:
+        return found
+    first = origin.evidence.first if origin.evidence is not None else None
+    where = f", first at {list(first)}" if first is not None else ""
+    return Reason("bad input", f"{name} holds {WORDS[origin.kind]}{where}")
+
+
+def bad_item(name: str, tensor: Tensor, batch: Any, size: int | None, taken_by: str | None = None) -> Reason | None:
+    """Which samples of a batch item are bad; None where it is finite by now.
+
+    Args:
+        name: ``batch["x"]``.
+        tensor: the item, dense.
+        batch: the whole batch, for what else it says about the samples.
+        size: number of samples.
+        taken_by: evidence on who met it first.
+    """
+    bad = nonfinite(tensor)
+    if not bool(bad.any()):
+        return None  # changed in place since
+    kind = "NaN" if bool(torch.isnan(tensor).any()) else "Inf"
+    first = bad.nonzero()[0].tolist()
+    rows = bad_rows(bad, size)
+    place = f"{name}[{', '.join(map(str, first))}]" if first else name
+    samples = f", sample{'s' if len(rows) > 1 else ''} {listed(rows)}" if rows else ""
+    evidence = [f"{int(bad.sum())} of {bad.numel()} elements, first {place}", *([taken_by] if taken_by else [])]
+    return Reason("bad input", f"{name} holds {kind}{samples}", (*evidence, *_ids(batch, rows, name)))
+
+
+def _ids(batch: Any, rows: list[int], name: str) -> list[str]:
+    """What else the batch says about the samples: strings and whole numbers, one per sample."""
+    if not rows:
+        return []
+    found = []
+    for path, values in _columns(batch, ()):
+        text = f"batch{path_text(path)}"
+        if text != name and len(values) > max(rows):
+            found.append(f"{text} of these samples: {listed([values[row] for row in rows])}")
+    return found[:4]
+
+
+def _columns(value: Any, path: tuple[Any, ...]) -> list[tuple[tuple[Any, ...], list[Any]]]:
+    if isinstance(value, Tensor):
+        is_whole = value.dim() == 1 and not value.is_floating_point() and not value.is_complex()
+        return [(path, value.tolist())] if is_whole else []
+    if isinstance(value, (list, tuple)) and value and all(isinstance(item, (str, int)) for item in value):
+        return [(path, list(value))]
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    return [column for key, item in items for column in _columns(item, (*path, key))]
+
+
+# -- communication and the update --------------------------------------------------------------------------------------
+
+
+def reduce_overflow(known: ReportFacts) -> Reason | None:
+    """Finite on every rank, too large after the sum."""
+    origin, report = known.origin, known.report
+    if origin is None or report is None or origin.phase is not Phase.REDUCE or origin.input_kind is not None:
+        return None
+    found = largest_gradients(known.histories, origin.slot)
+    total = sum(found.values())
+    limits = [(name, torch.finfo(dtype).max) for name, dtype in _FLOATS if torch.finfo(dtype).max < total]
+    if origin.kind == "-inf" or len(found) < report.world_size or not limits:
+        return None
+    evidence = [f"rank {rank}: largest {value:.4g}" for rank, value in sorted(found.items())[:8]]
+    name, limit = limits[0]
+    sentence = f"{origin.slot} overflowed in the reduce: every rank's gradient was finite, "
+    sentence += f"their sum of up to {total:.4g} is more than {name} holds ({limit:.4g})"
+    return Reason("overflow in the reduce", sentence, tuple(evidence))
+
+
+_FLOATS = (("float16", torch.float16), ("float32", torch.float32))
+
+
+def largest_gradients(histories: Mapping[int, History], name: str) -> dict[int, float]:
+    """Per rank the largest absolute value of a parameter's own gradient, where it is known and finite."""
+    found = {rank: _largest_gradient(history, name) for rank, history in histories.items()}
+    return {rank: value for rank, value in found.items() if value is not None and math.isfinite(value)}
+
+
+def _largest_gradient(history: History, name: str) -> float | None:
+    values = [
+        max(abs(low), abs(high))
+        for label, (low, high) in zip(history["fault.labels"].tolist(), history["fault.values"].tolist(), strict=True)
+        if label.startswith("backward|") and label.split("|")[2] == name
+    ]
+    return max(values, default=None)
+
+
+def update_overflow(known: ReportFacts) -> Reason | None:
+    """Finite gradients, non-finite weights: an eps that vanishes in the dtype."""
+    origin = known.origin
+    if origin is None or origin.phase is not Phase.OPTIMIZER or origin.layer is None:
+        return None
+    dtype = known.dtypes.get(origin.slot) or (origin.evidence.dtype if origin.evidence is not None else None)
+    eps, optimizer = _eps_of(known, origin.slot)
+    if dtype is None or eps is None or eps <= 0 or not _is_zero_in(eps, dtype):
+        return None
+    sentence = f"eps={eps:g} is 0 in {dtype}: the update of {origin.slot} divides by zero"
+    return Reason("update overflow", sentence, (f"the optimizer is {optimizer}",))
+
+
+def _eps_of(known: ReportFacts, name: str) -> tuple[float | None, str]:
+    for optimizer in known.optimizers:
+        for group in optimizer.get("groups", []):
+            if name in group.get("params", []) and isinstance(group.get("eps"), float):
+                return float(group["eps"]), str(optimizer.get("class"))
+    return None, ""
+
+
+def _is_zero_in(value: float, dtype: str) -> bool:
+    return torch.tensor(value, dtype=getattr(torch, dtype)).item() == 0.0
+
+
+# -- growth ------------------------------------------------------------------------------------------------------------
+
+
+def growth(known: ReportFacts, least: float | None = None, then: tuple[str, ...] = ()) -> Reason | None:
+    """The values grew over the last steps until one overflowed.
+
+    Args:
+        known: histories of all ranks, or of some.
+        least: factor in all; by default what growth must show without a trace.
+        then: further evidence.
+    """
+    origin = known.origin
+    if origin is None or origin.phase not in (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD):
+        return None
+    found = {rank: series for rank, history in known.histories.items() if (series := growing(history)) is not None}
+    if not found or (origin.rank is not None and origin.rank not in found):
+        return None
+    name, steps, values = found[origin.rank if origin.rank in found else min(found)]
+    if values[-1] / values[0] < (_least_growth(origin) if least is None else least):
+        return None
+    factor = (values[-1] / values[0]) ** (1 / (len(values) - 1))
+    sentence = f"growth: {name} grew by a factor of {factor:.2f} per step since step {steps[0]}, {_where(known, found)}"
+    evidence = [f"step {step}: {value:.4g}" for step, value in list(zip(steps, values, strict=True))[-6:]]
+    return Reason("growth", sentence, (*evidence, *_learning_rates(known), *then))
+
+
+def _where(known: ReportFacts, found: Mapping[int, Any]) -> str:
+    if known.report is not None and len(known.histories) < known.report.world_size:
+        return f"as seen on rank {listed(sorted(found))}"
+    return "on every rank" if len(found) == len(known.histories) else f"on rank {listed(sorted(found))}"
+
+
+def _least_growth(origin: Site) -> float:
+    overflowed = origin.phase is Phase.FORWARD and origin.kind == "inf" and origin.input_kind is None
+    return MIN_TOTAL_OVERFLOWED if overflowed else MIN_TOTAL_UNTRACED
+
+
+def _learning_rates(known: ReportFacts) -> list[str]:
+    """What most often makes values grow."""
+    rates = [(str(o.get("class")), g["lr"]) for o in known.optimizers for g in o.get("groups", []) if "lr" in g]
+    shown = [f"{name} with lr={rate:g}" for name, rate in dict.fromkeys(rates) if isinstance(rate, float)]
+    return [f"trained by {listed(shown)}"] if shown else []
+
+
+def growing(history: History) -> tuple[str, list[int], list[float]] | None:
+    """(name, steps, values) of what grew most steadily up to the last clean step, None where nothing did."""
+    steps = [int(step) for step in history["steps"]]
+    series = {"the largest gradient": history["gradient_max"], "the loss": np.abs(history["loss"])}
+    series["the largest activation"] = np.array([_largest_activation(history, step) for step in steps])
+    candidates = [(name, *_tail(steps, values.tolist())) for name, values in series.items()]
+    fitting = [c for c in candidates if _grows(c[2])]
+    return max(fitting, key=lambda c: c[2][-1] / c[2][0], default=None)
+
+
+def _largest_activation(history: History, step: int) -> float:
+    labels, values = history[f"step.{step}.labels"].tolist(), history[f"step.{step}.values"]
+    sizes = [float(np.abs(v).max()) for label, v in zip(labels, values, strict=True) if label.startswith("forward|")]
+    finite = [size for size in sizes if math.isfinite(size)]
+    return max(finite, default=math.nan)
+
+
+def _tail(steps: list[int], values: list[float]) -> tuple[list[int], list[float]]:
+    """The longest end of a series in which every value is larger than the one before."""
+    start = len(values)
+    while start > 0 and math.isfinite(values[start - 1]) and values[start - 1] > 0:
+        if start < len(values) and values[start - 1] >= values[start]:
+            break
+        start -= 1
+    return steps[start:], values[start:]
+
+
+def _grows(values: list[float]) -> bool:
+    if len(values) < MIN_VALUES:
+        return False
+    total = values[-1] / values[0]
+    return total >= MIN_TOTAL and bool(total ** (1 / (len(values) - 1)) >= MIN_FACTOR)
+
+
+def listed(values: list[Any], limit: int = 5) -> str:
+    """``3, 17, ... (9 in all)``."""
+    shown = ", ".join(str(value) for value in values[:limit])
+    return shown if len(values) <= limit else f"{shown}, ... ({len(values)} in all)"
+
+
+RULES: tuple[Callable[[ReportFacts], Reason | None], ...] = (
+    hyper_parameter,
+    finite_in_place,
+    reduce_overflow,
+    update_overflow,
+    state,
+    bad_input,
+    growth,
+    scale_collapse,
+)

@@ -1,0 +1,1 @@
+"""Every operator of one step, forward and backward."""

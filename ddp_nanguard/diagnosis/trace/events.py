@@ -1,0 +1,194 @@
+"""What a trace finds: operators whose outputs hold non-finite values, and what they were given. Plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_nanguard.report.types import json_safe
+from ddp_nanguard.tensors.minmax import dense_parts, is_plain, kind_of
+
+from .source_lines import SourceLine
+
+SEVERITY: dict[str | None, int] = {None: 0, "-inf": 1, "inf": 2, "nan": 3}
+MAX_ROWS = 16
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor that an operator was given or gave.
+
+    Attributes:
+        shape, dtype: of the tensor.
+        kind: the worst non-finite kind in it, or None.
+        minimum, maximum: over its finite elements, None where there are none.
+        num_nan, num_inf, num_neg_inf, numel: counts.
+        name: parameter, buffer or batch path whose memory it is, or None.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    kind: str | None = None
+    minimum: float | None = None
+    maximum: float | None = None
+    num_nan: int = 0
+    num_inf: int = 0
+    num_neg_inf: int = 0
+    numel: int = 0
+    name: str | None = None
+
+
+@dataclass
+class NumberCall:
+    """An operator's call as it was made, kept for births so that the reasons can look at the values."""
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Tensor
+
+
+@dataclass(eq=False)
+class Event:
+    """One operator with a non-finite output.
+
+    Attributes:
+        order: position among all operators of the step.
+        operator: as in ``aten.div.Tensor``.
+        kind: the worst in its output.
+        category: ``birth`` (worse than what it was given), ``constant`` (the code itself wrote it: a mask), ``spread``.
+        phase: ``forward``, ``step code``, ``backward``, ``recomputation`` or ``update``.
+        layer, call: the module it ran in, or whose forward made the node; None in the step's own code.
+        lines: the user's code, innermost first; in backward code of the user's that ran there, mostly empty.
+        forward_lines: in backward: the forward line that made the node.
+        node: the autograd node, in backward.
+        forward_operator: the operator that made the node.
+        inputs, output: described for births and for operators that took a value from outside.
+        numbers: arguments that are no tensors, as in ``other=0``.
+        num_hit: elements of the output that are of that kind.
+        rows: indices in dim 0 that are hit, where dim 0 is the batch; at most `MAX_ROWS`.
+        num_rows: how many are hit; None where dim 0 is not the batch.
+        parents: orders of the events whose values it took in.
+        outside: names of non-finite values that no operator of the step made.
+        roots: orders of the events where its value began.
+        made: the values themselves, for births.
+        micro_batch: index in the window.
+    """
+
+    order: int
+    operator: str
+    kind: str
+    category: str
+    phase: str
+    layer: str | None
+    call: int | None
+    lines: tuple[SourceLine, ...]
+    forward_lines: tuple[SourceLine, ...] = ()
+    node: str | None = None
+    forward_operator: str | None = None
+    inputs: tuple[Operand, ...] = ()
+    output: Operand | None = None
+    numbers: tuple[str, ...] = ()
+    num_hit: int = 0
+    rows: tuple[int, ...] = ()
+    num_rows: int | None = None
+    parents: tuple[int, ...] = ()
+    outside: tuple[str, ...] = ()
+    roots: frozenset[int] = frozenset()
+    micro_batch: int | None = None
+    made: NumberCall | None = field(default=None, repr=False)
+    sequence: int | None = None
+
+    @property
+    def base(self) -> str:
+        """The operator's name without namespace, overload and the in-place mark: ``div``."""
+        return base_name(self.operator)
+
+    @property
+    def line(self) -> SourceLine | None:
+        """The line to show: where it ran, or the forward line that made the node."""
+        return next(iter((*self.lines, *self.forward_lines)), None)
+
+    def place(self) -> dict[str, Any]:
+        """What, where and which line, JSON-ready."""
+        line = self.line
+        return {
+            "operator": self.operator,
+            "kind": self.kind,
+            "phase": self.phase,
+            "layer": self.layer,
+            "call": self.call,
+            "file": line.file if line is not None else None,
+            "line": line.number if line is not None else None,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready data, without the values."""
+        hidden = {"made", "roots", "sequence", "parents"}
+        kept = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name not in hidden}
+        plain = {key: _plain(value) for key, value in kept.items()}
+        return json_safe(plain)  # type: ignore[no-any-return]  # a dict stays one
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def base_name(operator: str) -> str:
+    """``aten.div_.Tensor`` -> ``div``."""
+    parts = operator.split(".")
+    name = parts[1] if len(parts) > 1 else parts[0]
+    return name.rstrip("_") or name
+
+
+def worst_kind(kinds: list[str | None]) -> str | None:
+    """The worst of several kinds."""
+    return max(kinds, key=SEVERITY.__getitem__, default=None)
+
+
+def quick_kind(tensor: Tensor) -> str | None:
+    """The worst kind in a tensor; None too where it cannot be checked. Host sync: one."""
+    if is_plain(tensor):
+        low, high = torch.aminmax(tensor.detach())
+        return kind_of(low.item(), high.item())
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return None
+    return worst_kind([quick_kind(part) for part in dense_parts(tensor) or []])
+
+
+def describe(tensor: Tensor, name: str | None = None) -> Operand:
+    """Counts and range of a tensor. Host sync: a few."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    parts = _values(tensor)
+    if parts is None or not parts:
+        return Operand(tuple(tensor.shape), dtype, numel=tensor.numel(), name=name)
+    value = parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1).double() for part in parts])
+    finite = value[torch.isfinite(value)] if value.is_floating_point() else value.reshape(-1)
+    low, high = (t.item() for t in torch.aminmax(finite)) if finite.numel() else (None, None)
+    nan, inf, negative = (int(test(value).sum()) for test in (torch.isnan, torch.isposinf, torch.isneginf))
+    kind = "nan" if nan else ("inf" if inf else ("-inf" if negative else None))
+    numel = tensor.numel()
+    return Operand(tuple(tensor.shape), dtype, kind, low, high, nan, inf, negative, numel, name)
+
+
+def _values(tensor: Tensor) -> list[Tensor] | None:
+    if tensor.is_floating_point() or tensor.is_complex():
+        return dense_parts(tensor)
+    try:
+        return [tensor.detach().to(torch.int64)] if tensor.numel() and tensor.device.type != "meta" else None
+    except (RuntimeError, NotImplementedError, TypeError):
+        return None
+
+
+def hit_mask(tensor: Tensor, kind: str) -> Tensor:
+    """Which elements are of a kind; infinities of both signs where there is +Inf."""
+    value = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    value = value.float() if value.element_size() == 1 else value
+    mask = torch.isnan(value) if kind == "nan" else torch.isinf(value)
+    return mask.any(-1) if tensor.is_complex() else mask

@@ -1,0 +1,69 @@
+"""Which module call the running code belongs to, counted as the guard's probes count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from ddp_nanguard.hooks.autograd import in_backward
+
+LayerCall = tuple[str, int | None]
+"""Layer and call number."""
+
+
+class ModuleStack:
+    """Follows the forwards of named modules by global hooks; recomputed forwards have a stack of their own."""
+
+    def __init__(self, named: Iterable[tuple[str, nn.Module]]) -> None:
+        self._names = {id(module): name for name, module in named}
+        self._stack: list[LayerCall] = []
+        self._again: list[LayerCall] = []
+        self._counts: dict[str, int] = {}
+        self._handles: list[RemovableHandle] = []
+
+    def __enter__(self) -> ModuleStack:
+        self._handles = [
+            register_module_forward_pre_hook(self._before),
+            register_module_forward_hook(self._after, always_call=True),
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def begin_micro_batch(self) -> None:
+        """Calls count from 1 again."""
+        self._stack, self._again, self._counts = [], [], {}
+
+    def top(self) -> LayerCall | None:
+        """The module that is running, None in the step's own code."""
+        stack = self._again if in_backward() else self._stack
+        return stack[-1] if stack else None
+
+    def leave_recomputation(self) -> None:
+        """Non-reentrant checkpointing stops in the middle of a forward, whose hooks then never fire."""
+        self._again = []
+
+    def _before(self, module: nn.Module, _: Any) -> None:
+        name = self._names.get(id(module))
+        if name is None:
+            return
+        if in_backward():
+            self._again.append((name, 1 if self._counts.get(name) == 1 else None))
+        elif self._stack or torch.is_grad_enabled():
+            self._counts[name] = self._counts.get(name, 0) + 1
+            self._stack.append((name, self._counts[name]))
+
+    def _after(self, module: nn.Module, _: Any, __: Any) -> None:
+        name = self._names.get(id(module))
+        stack = self._again if in_backward() else self._stack
+        if name is None or all(place[0] != name for place in stack):
+            return
+        while stack.pop()[0] != name:
+            pass

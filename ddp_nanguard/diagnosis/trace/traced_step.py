@@ -1,0 +1,247 @@
+"""A step run under `Trace`, and what it showed: from the fault's value back to its birth, and on to the loss."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ddp_nanguard.capture.window import MicroBatch
+from ddp_nanguard.replay.rebuild import Rebuilt
+from ddp_nanguard.replay.run_step import StepResult
+from ddp_nanguard.replay.session import Session, eager, is_compiled
+from ddp_nanguard.tensors.batch import batch_arrays, batch_size, batch_tensors
+
+from .events import Event, quick_kind
+from .module_stack import ModuleStack
+from .trace import Trace
+
+MAX_PATH = 64
+"""Events of the path that JSON holds."""
+
+
+@dataclass
+class Traced:
+    """What a trace showed.
+
+    Attributes:
+        target: what was bad in the end, in words; "" where nothing was.
+        first_nonfinite_op: where its value began; None where no operator with a bad output leads there.
+        path: from the birth to the target, both included.
+        micro_batch: of the target; None for a bad update.
+        batch: of that micro-batch.
+        batch_size: length of dim 0 of its tensors.
+        num_operators: how many operators ran.
+        notes: what was not as in training.
+        trace: the trace itself.
+        losses: of that micro-batch, with their graph.
+    """
+
+    target: str
+    first_nonfinite_op: Event | None
+    path: list[Event]
+    micro_batch: int | None
+    batch: Any
+    batch_size: int | None
+    num_operators: int
+    notes: list[str] = field(default_factory=list)
+    trace: Trace | None = field(default=None, repr=False)
+    losses: list[Tensor] = field(default_factory=list, repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready data."""
+        return {
+            "target": self.target,
+            "birth": self.first_nonfinite_op.to_dict() if self.first_nonfinite_op is not None else None,
+            "path": [event.place() for event in self.path[:MAX_PATH]],
+            "path_length": len(self.path),
+            "micro_batch": self.micro_batch,
+            "num_operators": self.num_operators,
+            "notes": self.notes,
+        }
+
+
+@dataclass
+class _Seen:
+    """One micro-batch."""
+
+    index: int
+    batch: Any
+    size: int | None
+    losses: dict[str, Tensor] = field(default_factory=dict)
+    gradients: list[tuple[str, Event]] = field(default_factory=list)
+
+
+def trace_step(session: Session, on_event: Callable[[Event, FrameType], None] | None = None) -> Traced:
+    """Run the session's step once under a trace.
+
+    Args:
+        session: without an obstacle.
+        on_event: called with each operator that leaves something non-finite.
+    """
+    watcher = Watcher(on_event)
+    again = session.run(step=watcher.watched, around=watcher.around)
+    return watcher.result(again)
+
+
+class Watcher:
+    """Marks the micro-batches of a traced run, and keeps what its values are looked for in."""
+
+    def __init__(self, on_event: Callable[[Event, FrameType], None] | None = None) -> None:
+        self._on_event = on_event
+        self._seen: list[_Seen] = []
+        self._sources: list[str] = []
+        self._updated: list[tuple[str, Event]] = []
+
+    def watched(self, step: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        """The recipe's step, with its micro-batches marked."""
+
+        def watched_step(model: Any, batch: Any) -> Any:
+            self._begin(batch)
+            losses = step(model, batch)
+            self._seen[-1].losses = dict(losses) if isinstance(losses, dict) else {"loss": losses}
+            return losses
+
+        return watched_step
+
+    @contextlib.contextmanager
+    def around(self, rebuilt: Rebuilt, window: list[MicroBatch]) -> Iterator[None]:
+        """The context in which the step runs."""
+        self._rebuilt, self._window = rebuilt, window
+        if is_compiled(rebuilt.wrapper.model) or is_compiled(rebuilt.recipe.model):
+            self._sources.append("the model is compiled in training; the trace ran it eagerly")
+        self._modules = ModuleStack(rebuilt.wrapper.named_modules())
+        self._trace = Trace(self._modules)
+        self._trace.on_event = self._on_event
+        self._name_state()
+        with self._modules, eager(), self._trace:
+            yield
+        self._look_at_gradients()
+        self._look_at_weights()
+
+    def _name_state(self) -> None:
+        memory, wrapper = self._trace.memory, self._rebuilt.wrapper
+        if wrapper.kind == "fsdp2":
+            memory.look_up = _gathered(wrapper.named_modules())
+        for name, parameter in wrapper.named_parameters():
+            memory.name(wrapper.local(parameter), name)
+            for optimizer in self._rebuilt.optimizers:
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, Tensor):
+                        memory.name(wrapper.local(value), f"{name}.{key}")
+        for name, buffer in wrapper.named_buffers():
+            memory.name(buffer, name)
+
+    def _begin(self, batch: Any) -> None:
+        self._look_at_gradients()
+        self._modules.begin_micro_batch()
+        size = batch_size(batch)
+        index = self._window[len(self._seen)].index
+        self._seen.append(_Seen(index, batch, size))
+        self._trace.micro_batch, self._trace.batch_size = index, size
+        for name, tensor in batch_tensors(batch).items():
+            self._trace.memory.name(tensor, name)
+        for name, array in batch_arrays(batch).items():
+            self._trace.memory.name_address(array, name)
+
+    def _look_at_gradients(self) -> None:
+        """Who made the bad gradients of the micro-batch that has just ended."""
+        if not self._seen:
+            return
+        wrapper = self._rebuilt.wrapper
+        for name, parameter in wrapper.named_parameters():
+            if parameter.grad is not None and quick_kind(parameter.grad) is not None:
+                writer = self._trace.memory.writer(wrapper.local(parameter.grad))
+                if writer is not None:
+                    self._seen[-1].gradients.append((name, writer))
+
+    def _look_at_weights(self) -> None:
+        wrapper = self._rebuilt.wrapper
+        for name, parameter in wrapper.named_parameters():
+            writer = self._trace.memory.writer(wrapper.local(parameter))
+            if writer is not None and quick_kind(parameter) is not None:
+                self._updated.append((f"{name} is {_WORDS[writer.kind]} after the update", writer))
+        for name, buffer in wrapper.named_buffers():
+            writer = self._trace.memory.writer(buffer)
+            if writer is not None and writer.kind != "-inf":  # the guard has put it back
+                self._updated.append((f"the buffer {name} is {_WORDS[writer.kind]}", writer))
+
+    # -- what it showed ----------------------------------------------------------------------------------------------
+
+    def result(self, again: StepResult) -> Traced:
+        """From the bad loss, else the first bad gradient, else the first bad weight, back to the birth."""
+        if self._trace.was_compiled and not self._sources:
+            self._sources.append("the step calls compiled code; the trace ran it eagerly")
+        seen, target, event = self._target()
+        first_nonfinite_op = self._trace.first_nonfinite_op_of(event) if event is not None else None
+        path = (
+            self._trace.path(first_nonfinite_op, event) if first_nonfinite_op is not None and event is not None else []
+        )
+        return Traced(
+            target=target,
+            first_nonfinite_op=first_nonfinite_op,
+            path=path,
+            micro_batch=seen.index if seen is not None else None,
+            batch=seen.batch if seen is not None else None,
+            batch_size=seen.size if seen is not None else None,
+            num_operators=self._trace.num_operators,
+            notes=self._sources + again.notes,
+            trace=self._trace,
+            losses=list(seen.losses.values()) if seen is not None else [],
+        )
+
+    def _target(self) -> tuple[_Seen | None, str, Event | None]:
+        for seen in self._seen:
+            for name, loss in seen.losses.items():
+                kind = quick_kind(loss) if isinstance(loss, Tensor) else None
+                if kind is not None:
+                    event = self._trace.memory.writer(loss)
+                    return seen, f"{name} is {_WORDS[kind]}", event
+            if seen.gradients and self._rebuilt.scaler is None:
+                return self._gradient_target(seen)
+        scaled = next((seen for seen in self._seen if seen.gradients), None)
+        if scaled is not None:
+            return self._gradient_target(scaled)
+        for text, event in sorted(self._updated, key=lambda pair: pair[1].order):
+            return next((seen for seen in self._seen if seen.index == event.micro_batch), None), text, event
+        return self._anything()
+
+    def _gradient_target(self, seen: _Seen) -> tuple[_Seen, str, Event]:
+        name, event = min(seen.gradients, key=lambda pair: (min(pair[1].roots), pair[1].order))
+        return seen, f"the gradient of {name} is {_WORDS[event.kind]}", event
+
+    def _anything(self) -> tuple[_Seen | None, str, Event | None]:
+        """Neither loss nor gradient nor weight: the last value that is no mask."""
+        events = [event for event in self._trace.events if event.kind != "-inf"]
+        if not events:
+            return None, "", None
+        event = events[-1]
+        seen = next((seen for seen in self._seen if seen.index == event.micro_batch), None)
+        return seen, f"a value in the step is {_WORDS[event.kind]}; loss, gradients and weights are finite", event
+
+
+def _gathered(modules: list[tuple[str, nn.Module]]) -> Callable[[Tensor], str | None]:
+    """Finds the name of a parameter as FSDP2 hands it to its module, whole, in memory that comes and goes."""
+
+    def name_of(tensor: Tensor) -> str | None:
+        for layer, module in modules:
+            for name, parameter in module._parameters.items():
+                if parameter is not None and _is_at(parameter, tensor):
+                    return f"{layer}.{name}" if layer else name
+        return None
+
+    return name_of
+
+
+def _is_at(parameter: Tensor, tensor: Tensor) -> bool:
+    if isinstance(parameter, DTensor) or isinstance(tensor, DTensor) or parameter.numel() == 0:
+        return False
+    return parameter.device == tensor.device and parameter.data_ptr() == tensor.data_ptr()
+
+
+_WORDS = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}

@@ -1,0 +1,105 @@
+"""How a rank that ends on its own tells its peers."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+_log = logging.getLogger(__name__)
+
+
+class AbortSignal:
+    """A key in the job's store that says that a rank has fallen, and the thread that looks for it.
+
+    The thread polls a connection of its own, a few times per ``timeout_s``; it costs the training loop nothing and
+    issues no collective. Nothing here keeps the owner of ``on_call`` alive.
+
+    Args:
+        name: the same on all ranks of one guard, and no other guard's.
+        rank: of this process.
+        num_ranks: that step together.
+        timeout_s: how long peers are waited for.
+        on_call: bound method, called on the thread with the fallen rank's text.
+    """
+
+    def __init__(self, name: str, rank: int, num_ranks: int, timeout_s: float, on_call: Callable[[str], None]) -> None:
+        self._key = f"ddp_nanguard/distress/{name}"
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._timeout_s = timeout_s
+        shared: Any = dist.distributed_c10d._get_default_store()
+        self._store = shared.clone()  # a connection of its own
+        self._stop = threading.Event()
+        interval_s = min(max(timeout_s / 20, 0.2), 5.0)
+        arguments = (self._stop, self._store, self._key, interval_s, weakref.WeakMethod(on_call))
+        thread = threading.Thread(target=_look_out, args=arguments, name="ddp_nanguard-distress", daemon=True)
+        thread.start()
+        self._close = weakref.finalize(self, _end_thread, self._stop, thread, 10 * interval_s)
+
+    def set(self, text: str) -> None:
+        """Tell the peers, unless one of them has called already."""
+        self._stop.set()
+        try:
+            if not self._store.check([self._key]):
+                self._store.set(self._key, f"rank {self._rank}: {text}"[:500])
+        except RuntimeError as error:
+            _log.warning("peers could not be told: %s", error)
+
+    def is_set(self) -> bool:
+        """Whether a rank has fallen."""
+        try:
+            return bool(self._store.check([self._key]))
+        except RuntimeError:
+            return False
+
+    def wait(self, seconds: float) -> bool:
+        """Whether a rank falls within so many seconds."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if self.is_set():
+                return True
+            time.sleep(0.05)
+        return False
+
+    def wait_for_all(self) -> None:
+        """Wait until all ranks have written their part, at most ``timeout_s``: the first exit ends the others."""
+        deadline = time.monotonic() + self._timeout_s
+        try:
+            written = self._store.add(f"{self._key}/written", 1)
+            while written < self._num_ranks and time.monotonic() < deadline:
+                time.sleep(0.05)
+                written = self._store.add(f"{self._key}/written", 0)
+        except RuntimeError as error:
+            _log.warning("peers could not be waited for: %s", error)
+
+    def close(self) -> None:
+        """Stop looking. Also happens when this object goes, and at exit."""
+        self._close()
+
+
+def _look_out(
+    stop: threading.Event, store: Any, key: str, interval_s: float, on_call: weakref.WeakMethod[Callable[[str], None]]
+) -> None:
+    while not stop.wait(interval_s):
+        try:
+            if not store.check([key]):
+                continue
+            text = store.get(key).decode(errors="replace")
+        except RuntimeError:
+            return  # the store is gone: so is the job
+        owner = on_call()
+        if owner is not None and not stop.is_set():
+            owner(text)
+        return
+
+
+def _end_thread(stop: threading.Event, thread: threading.Thread, timeout_s: float) -> None:
+    stop.set()
+    if thread is not threading.current_thread():
+        thread.join(timeout=timeout_s)

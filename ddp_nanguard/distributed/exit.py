@@ -1,0 +1,106 @@
+"""How a process ends after a fault: together with its peers, with one exit code, never by a timeout.
+
+[Note: who tells whom]
+A rank whose own code raised cannot reach a collective any more, and its peers wait in one. It writes its local part,
+sets a key in the store and ends; a thread on every rank looks for that key, so that each peer learns of it within a few
+seconds whatever its main thread waits for, writes its own local part and ends too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+
+from ddp_nanguard.errors import NonFiniteError
+
+_log = logging.getLogger(__name__)
+
+_OWN_DIRECTORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_TORCH_DIRECTORY = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+
+WeakHook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+
+
+class ExitHandler(Protocol):
+    """Who is asked when another exception than ours ends the process."""
+
+    def on_uncaught_exception(self, error: BaseException) -> int | None:
+        """Write what there is to write; the exit code, or None where the error is none of ours."""
+
+
+_exit_handlers: weakref.WeakSet[Any] = weakref.WeakSet()
+_previous: list[WeakHook] = []
+
+
+def watch_exit(handler: ExitHandler) -> None:
+    """Chain ``sys.excepthook``, once for all guards of the process.
+
+    An uncaught `NonFiniteError` ends the worker with its exit code: the previous hook, flush, meet the peers (who
+    may still write), atexit callbacks, ``os._exit``. SystemExit would not do: with DDP alive, the interpreter's own
+    shutdown can hang or abort and lose the code.
+    """
+    _exit_handlers.add(handler)
+    if not _previous:
+        _previous.append(sys.excepthook)
+        sys.excepthook = _ended
+
+
+def unwatch_exit(handler: ExitHandler) -> None:
+    """The previous hook again when the last guard has gone, unless somebody has chained another one since."""
+    _exit_handlers.discard(handler)
+    if not _exit_handlers and sys.excepthook is _ended:
+        sys.excepthook = _previous.pop()
+
+
+def exit_process(exit_code: int) -> None:
+    """End the process: atexit callbacks, flush, ``os._exit``."""
+    atexit._run_exitfuncs()
+    _flush()
+    os._exit(exit_code)
+
+
+def _ended(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    previous = _previous[0] if _previous else sys.__excepthook__
+    if isinstance(error, NonFiniteError):
+        traceback = _users_frames(traceback)
+        previous(kind, error.with_traceback(traceback), traceback)
+        _flush()
+        error.barrier()
+        exit_process(error.exit_code)
+    previous(kind, error, traceback)
+    if isinstance(error, Exception):
+        _flush()
+        codes = [code for handler in list(_exit_handlers) if (code := handler.on_uncaught_exception(error)) is not None]
+        if codes:
+            exit_process(codes[0])
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+
+
+def _users_frames(traceback: TracebackType | None) -> TracebackType | None:
+    """The traceback down to the user's own line; the frames below it, ours and torch's, explain nothing."""
+    entries = []
+    while traceback is not None:
+        entries.append(traceback)
+        traceback = traceback.tb_next
+    while len(entries) > 1 and _is_inner(entries[-1].tb_frame.f_code.co_filename):
+        entries.pop()
+    shown: TracebackType | None = None
+    for entry in reversed(entries):
+        shown = TracebackType(shown, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return shown
+
+
+def _is_inner(path: str) -> bool:
+    return path.startswith((_OWN_DIRECTORY, _TORCH_DIRECTORY))

@@ -1,0 +1,190 @@
+"""Directories of dumps: claiming a name, making it final, rotating. Safe between jobs and ranks that share one root."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from ddp_nanguard.errors import DumpError
+
+from .format import LOCK_FILE, MANIFEST, PARTIAL, WRITER_JSON, DumpName, rank_name, ranks_in, read_json, write_json
+
+_log = logging.getLogger(__name__)
+
+LOCK_TIMEOUT_S = 10.0
+ABANDONED_S = 3600.0
+DOOMED = ".old-"
+
+
+@contextlib.contextmanager
+def locked(root: Path) -> Iterator[None]:
+    """Holds the lock of a dump_dir; goes on without where locks do not work, since renames are safe by themselves."""
+    lock = FileLock(root / LOCK_FILE)
+    try:
+        lock.acquire(timeout=LOCK_TIMEOUT_S)
+    except (Timeout, OSError, NotImplementedError):
+        yield
+        return
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def dumps_in(root: Path) -> list[tuple[DumpName, Path]]:
+    """Dump directories in ``root``, whole and partial, sorted by step; [] where there is none."""
+    try:
+        found = [(DumpName.parse(path.name), path) for path in root.iterdir() if path.is_dir()]
+    except OSError:
+        return []
+    return sorted((name, path) for name, path in found if name is not None)
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a dump directory was finished: no ``.partial`` in its name, and a manifest."""
+    return not path.name.endswith(PARTIAL) and (path / MANIFEST).is_file()
+
+
+def free_number(root: Path, step: int) -> int:
+    """The first number for which ``root`` has no dump of this step; 1 for a plain name."""
+    taken = [name.number for name, _ in dumps_in(root) if name.step == step]
+    return max(taken, default=0) + 1
+
+
+def reserve(root: Path, name: DumpName, nonce: str) -> bool:
+    """Makes the partial directory of a dump, or joins it where a peer with the same nonce has made it.
+
+    Returns:
+        False if the name is taken by another dump.
+
+    Raises:
+        OSError: the root cannot be written.
+    """
+    partial = root / str(DumpName(name.step, name.number, partial=True))
+    if _nonce_of(partial) == nonce:
+        return True
+    with locked(root):
+        if (root / str(DumpName(name.step, name.number))).exists():
+            return False
+        return _make(partial, {"nonce": nonce}) or _nonce_of(partial) == nonce
+
+
+def _make(path: Path, writer: dict[str, Any]) -> bool:
+    """Makes a directory with its writer file in one atomic step; False if the name is taken."""
+    temporary = path.parent / f".new-{uuid.uuid4().hex}"
+    temporary.mkdir()
+    try:
+        writer = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time(), **writer}
+        write_json(temporary, WRITER_JSON, writer)
+        temporary.rename(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return False
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return True
+
+
+def _nonce_of(path: Path) -> str | None:
+    try:
+        return str(read_json(path, WRITER_JSON)["nonce"])
+    except (DumpError, KeyError, TypeError):
+        return None
+
+
+def release(root: Path, name: DumpName, nonce: str) -> None:
+    """Gives back a claimed name that peers could not take; only the empty directory of this nonce is removed."""
+    partial = root / str(DumpName(name.step, name.number, partial=True))
+    if _nonce_of(partial) == nonce:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def finish(root: Path, name: DumpName) -> DumpName:
+    """Drops ``.partial``; takes the next number should the name have been taken meanwhile."""
+    partial = root / str(DumpName(name.step, name.number, partial=True))
+    with locked(root):
+        while True:
+            try:
+                partial.rename(root / str(name))
+                return name
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                name = DumpName(name.step, name.number + 1)
+
+
+def open_rank_dir(root: Path, step: int, rank: int, run_id: str) -> Path:
+    """This rank's partial directory, within the directory in which ranks without peers write.
+
+    Ranks of one run share it, though they cannot talk: they know it by the run's id.
+    """
+    nonce = f"alone {run_id}"
+    with locked(root):
+        for name, path in reversed(dumps_in(root)):
+            if name.step == step and not name.partial and _nonce_of(path) == nonce:
+                with contextlib.suppress(FileExistsError):
+                    return _own_directory(path, rank)
+        name = DumpName(step, free_number(root, step))
+        while not _make(root / str(name), {"nonce": nonce}):
+            name = DumpName(step, name.number + 1)
+        return _own_directory(root / str(name), rank)
+
+
+def _own_directory(path: Path, rank: int) -> Path:
+    if (path / rank_name(rank)).exists():
+        raise FileExistsError(path)
+    directory = path / f"{rank_name(rank)}{PARTIAL}"
+    directory.mkdir()
+    return directory
+
+
+def rotate(root: Path, keep: int, current: Path) -> None:
+    """Removes the oldest whole dumps beyond ``keep``; never a partial one, nor one in which a rank still writes."""
+    if keep <= 0:
+        return
+    with locked(root):
+        whole = [path for _, path in dumps_in(root) if is_whole(path) and path != current]
+        oldest_first = sorted(whole, key=lambda path: (path / MANIFEST).stat().st_mtime_ns)
+        for path in oldest_first[: max(0, len(oldest_first) + 1 - keep)]:
+            if not _is_being_written(path):
+                # renamed first: what is half removed must not look like a dump
+                _log.warning("the oldest dump %s is removed: dump_keep=%d", path, keep)
+                path.rename(root / f"{DOOMED}{uuid.uuid4().hex}")
+    for path in root.glob(f"{DOOMED}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_being_written(path: Path) -> bool:
+    now = time.time()
+    return any(now - child.stat().st_mtime < ABANDONED_S for child in path.glob(f"rank-*{PARTIAL}"))
+
+
+def abandon(partial: Path, rank: int) -> None:
+    """Takes a rank's files out of a broken dump, and the dump away once no rank has files in it."""
+    shutil.rmtree(partial / rank_name(rank), ignore_errors=True)
+    if not ranks_in(partial):
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that may still be written below the first directory of ``path`` that exists."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def size_of(path: Path) -> int:
+    """Bytes of all files below ``path``."""
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

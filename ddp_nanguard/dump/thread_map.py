@@ -1,0 +1,41 @@
+"""A few threads for files: hashing, writing and syncing let go of the interpreter."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+NUM_THREADS = 4
+
+
+def thread_map(act: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """The results, in the order of the items; the first error in that order is raised, and what has not begun is left.
+
+    Host sync: what ``act`` does.
+    """
+    todo = list(items)
+    with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="ddp-nanguard-files") as pool:
+        futures = _submitted(pool, act, todo)
+        try:
+            done = [future.result() for future in futures]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return done + [act(item) for item in itertools.islice(todo, len(done), None)]
+
+
+def _submitted(pool: ThreadPoolExecutor, act: Callable[[T], R], items: list[T]) -> list[Future[R]]:
+    """One future per item; fewer where no thread can be started, as when the interpreter ends."""
+    futures: list[Future[R]] = []
+    try:
+        for item in items:
+            futures.append(pool.submit(act, item))
+    except RuntimeError:
+        pool.shutdown(cancel_futures=True)
+        return list(itertools.takewhile(lambda each: not each.cancelled(), futures))
+    return futures

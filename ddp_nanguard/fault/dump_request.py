@@ -1,0 +1,280 @@
+"""What a guard has at hand when a fault strikes, as the request for a dump."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_nanguard.blame.inspect import RankFindings
+from ddp_nanguard.capture.record import Previous
+from ddp_nanguard.capture.window import MicroBatch
+from ddp_nanguard.context import GuardContext
+from ddp_nanguard.dump.request import DumpRequest
+from ddp_nanguard.inject import injector
+from ddp_nanguard.probes.coverage import unchecked
+from ddp_nanguard.probes.gradient import GradientSource
+from ddp_nanguard.probes.labels import labelled_slots
+from ddp_nanguard.probes.slots import SlotRole, SlotStats
+from ddp_nanguard.probes.sources import LossSource
+from ddp_nanguard.report.types import MAX_SITES, FaultReport, json_safe
+from ddp_nanguard.tensors.containers import named_tensors_in, path_text
+from ddp_nanguard.tensors.shards import TensorShard
+from ddp_nanguard.wrappers.weights import _add, weights
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The step that is to be replayed.
+
+    Attributes:
+        window: its micro-batches.
+        buffers: from before it.
+        slot_stats: its slots.
+        reduced_in: micro-batches after which gradients were communicated.
+        gradients: parameter and gradient by name, for the replay of an update; empty otherwise.
+    """
+
+    window: list[MicroBatch]
+    buffers: dict[str, Tensor]
+    slot_stats: list[SlotStats]
+    reduced_in: set[int]
+    gradients: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+def present(context: GuardContext, findings: RankFindings) -> Moment:
+    """The window that is open."""
+    window = context.window
+    return Moment(window.micro_batches, window.buffers(), findings.slot_stats, context.reduced_in)
+
+
+def before_update(context: GuardContext, previous: Previous) -> Moment:
+    """The window of the last update, which ``keep_previous`` has put back."""
+    slot_stats = [past.slot_stats() for past in context.slots.past() if past.step == previous.step]
+    slots = slot_stats[0] if slot_stats else []
+    return Moment(previous.window, previous.buffers, slots, previous.reduced_in, previous.gradients)
+
+
+def dump_request(
+    context: GuardContext, report: FaultReport, findings: RankFindings, moment: Moment, group: dist.ProcessGroup | None
+) -> DumpRequest:
+    """Everything of this rank that replay needs. Host sync: many; fault path only.
+
+    Args:
+        context: of the guard.
+        report: what all ranks say.
+        findings: what this rank saw.
+        moment: the step to replay.
+        group: the fault group; None where peers are lost.
+    """
+    state, special = _state(context)
+    for name, (parameter, gradient) in moment.gradients.items():
+        cut = partial(context.wrapper.shards, "grad.", name, parameter, gradient)
+        _add(state, special, f"grad.{name}", gradient, cut)
+    for micro_batch in moment.window:
+        micro_batch.scaler = context.scaler.state(context.is_late) if context.scaler is not None else None
+    return DumpRequest(
+        report=report,
+        rank=context.ranks.rank,
+        world_size=context.ranks.world_size,
+        group=group,
+        config=context.config,
+        wrapper=context.wrapper.describe(),
+        state=state,
+        shapes=_shapes(context, state),
+        aliases=_aliases(context),
+        plain_state=plain_state(context),
+        special=special,
+        shard_index=context.wrapper.shard_index,
+        num_shards=context.wrapper.num_shards,
+        replica_index=context.wrapper.replica_index,
+        evidence=_evidence(context, findings, report, moment),
+        window=[_redacted(m) for m in moment.window] if context.config.redact else moment.window,
+        buffers={**dict(context.wrapper.named_buffers()), **moment.buffers},
+        history=history_of(context, moment.slot_stats),
+        recipe=context.recipe,
+        damaged={f"model.{name}" for name in findings.nonfinite_state.lasting()},
+        run_id=run_id(),
+        run={"argv": sys.argv, "run_id": run_id(), "recipe_directory": context.recipe_directory},
+    )
+
+
+def _redacted(micro_batch: MicroBatch) -> MicroBatch:
+    """The micro-batch with its tensors described instead of kept, and nothing else of its contents."""
+    named = {path_text(path): tensor for path, tensor in named_tensors_in(micro_batch.batch)}
+    described = {path: {"shape": list(t.shape), "dtype": _dtype(t.dtype)} for path, t in named.items()}
+    return replace(micro_batch, batch={"redacted": described})
+
+
+def run_id() -> str:
+    """The same on all ranks of a run and no other, as far as the launcher tells."""
+    names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+    return "-".join(os.environ.get(name, "") for name in names)
+
+
+def _state(context: GuardContext) -> tuple[list[TensorShard], dict[str, Tensor]]:
+    shards: list[TensorShard] = []
+    special: dict[str, Tensor] = {}
+    if context.config.dump_weights:
+        shards, special = weights(context)
+    if context.config.dump_optimizer:
+        for index, optimizer in enumerate(context.optimizers):
+            for name, parameter in context.state.named_parameters_of(optimizer):
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, Tensor):
+                        _add_state(context, shards, special, f"optim.{index}.", name, f".{key}", parameter, value)
+    return shards, special
+
+
+def _add_state(
+    context: GuardContext,
+    shards: list[TensorShard],
+    special: dict[str, Tensor],
+    prefix: str,
+    name: str,
+    suffix: str,
+    parameter: Tensor,
+    value: Tensor,
+) -> None:
+    def cut() -> list[TensorShard]:
+        if value.dim() == 0 and context.wrapper.local(value).dim() == 0:
+            return [TensorShard.whole(f"{prefix}{name}{suffix}", context.wrapper.local(value))]
+        return context.wrapper.shards(prefix, name, parameter, value, suffix)
+
+    _add(shards, special, f"{prefix}{name}{suffix}", value, cut)
+
+
+def _shapes(context: GuardContext, state: list[TensorShard]) -> dict[str, Any]:
+    shapes = {shard.name: {"shape": list(shard.true_shape), "dtype": _dtype(shard.tensor.dtype)} for shard in state}
+    for name, (shape, dtype) in context.wrapper.all_shapes().items():
+        shapes[f"model.{name}"] = {"shape": list(shape), "dtype": _dtype(dtype)}
+    return shapes
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _aliases(context: GuardContext) -> dict[str, str]:
+    return {f"model.{alias}": f"model.{name}" for alias, name in context.wrapper.aliases().items()}
+
+
+def plain_state(context: GuardContext) -> dict[str, Any]:
+    """Everything of optimizers, scaler and registered objects that is no tensor of ``state/``."""
+    return {
+        "optimizers": plain_optimizers(context),
+        "scaler": context.scaler.state(context.is_late) if context.scaler is not None else None,
+        "registered": {
+            name: thing.state_dict()
+            for name, thing in context.registered.items()
+            if hasattr(thing, "state_dict") and not isinstance(thing, torch.nn.Module)
+        },
+    }
+
+
+def plain_optimizers(context: GuardContext) -> list[dict[str, Any]]:
+    """Class, groups and plain state of each optimizer."""
+    return [_plain_optimizer(context, optimizer) for optimizer in context.optimizers]
+
+
+def _plain_optimizer(context: GuardContext, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    names = {id(parameter): name for name, parameter in context.state.named_parameters_of(optimizer)}
+    return {
+        "class": type(optimizer).__name__,
+        "groups": [
+            {**{k: v for k, v in group.items() if k != "params"}, "params": [names[id(p)] for p in group["params"]]}
+            for group in optimizer.param_groups
+        ],
+        "state": {
+            names[id(parameter)]: {k: v for k, v in values.items() if not isinstance(v, Tensor)}
+            for parameter, values in optimizer.state.items()
+            if id(parameter) in names
+        },
+    }
+
+
+def _evidence(context: GuardContext, findings: RankFindings, report: FaultReport, moment: Moment) -> dict[str, Any]:
+    device = context.ranks.device
+    return {
+        "rank": context.ranks.rank,
+        "step": report.step,
+        "sites": [ranked.site.to_dict() for ranked in findings.sites[:MAX_SITES]],
+        "budget_level": context.budget.level_index,
+        "compiled": context.forward.compiled_layers(),
+        "known_nonfinite": sorted(list(habit) for habit in findings.known_nonfinite),
+        "reduced_micro_batches": sorted(moment.reduced_in),
+        "hyper_parameters": {name: json_safe(float(value)) for name, value in context.state.hyper_parameters()},
+        "eval_modules": [name for name, module in context.wrapper.named_modules() if not module.training],
+        "frozen_parameters": [name for name, p in context.wrapper.named_parameters() if not p.requires_grad],
+        "damaged": findings.nonfinite_state.names(),
+        "unchecked": unchecked(context),
+        "injected": injector.injected_specs(context),
+        "host": socket.gethostname(),
+        "device": device_text(device),
+        "dtypes": dtypes_of(context),
+        "scaler": json_safe(context.scaler.state(context.is_late)) if context.scaler is not None else None,
+    }
+
+
+def dtypes_of(context: GuardContext) -> dict[str, str]:
+    """Dtype of each parameter."""
+    return {name: _dtype(parameter.dtype) for name, parameter in context.wrapper.named_parameters()}
+
+
+def device_text(device: torch.device) -> dict[str, Any]:
+    """Type, and of a GPU its index, name and uuid."""
+    if device.type != "cuda":
+        return {"type": device.type}
+    properties = torch.cuda.get_device_properties(device)
+    return {"type": "cuda", "index": device.index, "name": properties.name, "uuid": str(properties.uuid)}
+
+
+def history_of(context: GuardContext, readings_now: list[SlotStats]) -> dict[str, np.ndarray[Any, Any]]:
+    """Slots of the last steps and of this one: ``step.<n>.labels`` (text), ``step.<n>.values`` (min, max)."""
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    steps = [(past.step, past.slot_stats()) for past in context.slots.past()]
+    for step, slot_stats in steps:
+        _add_slots(arrays, f"step.{step}", slot_stats)
+    _add_slots(arrays, "fault", readings_now)
+    arrays["steps"] = np.array([step for step, _ in steps], dtype=np.int64)
+    arrays["loss"] = np.array([_loss(slot_stats) for _, slot_stats in steps], dtype=np.float64)
+    arrays["gradient_norm"] = np.array([_norm(slot_stats) for _, slot_stats in steps], dtype=np.float64)
+    arrays["gradient_max"] = np.array([_gradient_max(slot_stats) for _, slot_stats in steps], dtype=np.float64)
+    return arrays
+
+
+def _add_slots(arrays: dict[str, np.ndarray[Any, Any]], prefix: str, slot_stats: list[SlotStats]) -> None:
+    slots = labelled_slots(slot_stats)
+    arrays[f"{prefix}.labels"] = np.array([label for label, _, _ in slots], dtype=np.str_)
+    arrays[f"{prefix}.values"] = np.array([(low, high) for _, low, high in slots], dtype=np.float64).reshape(-1, 2)
+
+
+def _loss(slot_stats: list[SlotStats]) -> float:
+    losses = [stats.maximum for stats in slot_stats if isinstance(stats.source, LossSource)]
+    return losses[-1] if losses else float("nan")
+
+
+def _norm(slot_stats: list[SlotStats]) -> float:
+    """NaN where ``grad_norm_warn`` is not set."""
+    norms = [stats.maximum for stats in slot_stats if stats.role is SlotRole.NORM]
+    return norms[-1] if norms else float("nan")
+
+
+def _gradient_max(slot_stats: list[SlotStats]) -> float:
+    values = list(_gradient_values(slot_stats))
+    return max(values) if values else float("nan")
+
+
+def _gradient_values(slot_stats: list[SlotStats]) -> Iterator[float]:
+    for stats in slot_stats:
+        if isinstance(stats.source, GradientSource):
+            yield max(abs(stats.minimum), abs(stats.maximum))

@@ -1,0 +1,1 @@
+"""Hooks on the user's loop and modules."""

@@ -1,0 +1,31 @@
+"""Hooks on the user's modules and parameters: weak towards us, nothing in a copy."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+
+def ignore(*args: Any, **kwargs: Any) -> None:
+    """What a hook becomes in a copied or pickled model."""
+
+
+def _ignoring() -> Callable[..., None]:
+    return ignore
+
+
+class WeakHook:
+    """A hook that reports to ``target`` while that lives, and that is `ignore` in any copy of the model.
+
+    The target is held weakly: a hook hangs on the module or on its parameters, and a guard that watches the module
+    must not live, nor keep DDP alive, through it.
+    """
+
+    __slots__ = ("__weakref__", "target")
+
+    def __init__(self, target: object) -> None:
+        self.target: Callable[[], Any] = weakref.ref(target)
+
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+        return _ignoring, ()

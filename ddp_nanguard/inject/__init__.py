@@ -1,0 +1,1 @@
+"""Fault injection: models, tensors and a step counter."""

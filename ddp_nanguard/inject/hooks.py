@@ -1,0 +1,274 @@
+"""How a fault is planted: hooks on the user's model and optimizer, on one rank only, never a write into the guard.
+
+[Note: planted by division]
+A value of the forward or the backward is spoilt by an operator with finite inputs, a division by zero, so that a trace
+finds the operator as it would find the user's own. Of a value of the forward the first element is hit, the others keep
+their bits. Of a gradient, and of a weight before the step, every element is: one alone may meet a ReLU that was off, or
+a row of an embedding that nobody asks for.
+
+[Note: hooks before the guard's]
+Every hook here is put before those that are there already, so that it does not matter whether the guard or the fault
+came first: the guard sees what the layer, the wrapper or the update would have given.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ddp_nanguard.hooks.autograd import in_backward
+from ddp_nanguard.hooks.weak import WeakHook
+from ddp_nanguard.tensors.containers import copy_containers, tensors_in
+from ddp_nanguard.tensors.minmax import is_plain
+from ddp_nanguard.wrappers import wrapper_of
+
+from .parameters import held_parts, own_parameters, part_of
+
+if TYPE_CHECKING:
+    from .injection import Injection
+
+_NUMERATORS = {"nan": 0.0, "inf": 1.0, "-inf": -1.0}
+
+
+def corrupted(tensor: Tensor, kind: str, everywhere: bool = False) -> Tensor:
+    """``tensor`` with its first element made non-finite, see [Note: planted by division]; differentiable."""
+    with torch.no_grad():
+        numerator, denominator = torch.zeros_like(tensor), torch.ones_like(tensor)
+        first = ... if everywhere else (0,) * tensor.dim()
+        numerator[first], denominator[first] = _NUMERATORS[kind], 0.0
+        addend = numerator / denominator
+    return tensor + addend
+
+
+class CorruptedGradient(torch.autograd.Function):
+    """Identity whose gradient is spoilt on its way back."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, kind: str, mark_fired: Callable[[], None]) -> Tensor:
+        """A copy, so that the code after it may change it in place."""
+        ctx.kind, ctx.mark_fired = kind, mark_fired
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """The gradient of the values, spoilt."""
+        ctx.mark_fired()
+        return corrupted(gradient, ctx.kind, everywhere=True), None, None
+
+
+def with_first_corrupted(value: Any, corrupt: Callable[[Tensor], Tensor]) -> tuple[Any, bool]:
+    """``value``, copied, with the first floating tensor in it replaced; whether there was one."""
+    first = next((tensor for tensor in tensors_in(value) if is_plain(tensor)), None)
+    done = False
+
+    def keep(tensor: Tensor) -> Tensor:
+        nonlocal done
+        if tensor is not first or done:
+            return tensor
+        done = True
+        return corrupt(tensor)
+
+    copied = copy_containers(value, keep) if first is not None else value
+    return copied, done
+
+
+@torch.no_grad()
+def corrupt_first(tensor: Tensor, kind: str) -> None:
+    """Spoil the first element of a plain tensor in place."""
+    tensor[(0,) * tensor.dim()] = float(kind)
+
+
+@torch.no_grad()
+def corrupt_all(tensor: Tensor, kind: str) -> None:
+    """Spoil a plain tensor in place."""
+    tensor.fill_(float(kind))
+
+
+# -- hooks, by phase -------------------------------------------------------------------------------------------------
+
+
+def attach(injection: Injection, model: nn.Module, layer: nn.Module | None) -> list[Any]:
+    """Put the hooks of an injection on; handles with ``remove()``."""
+    handles: list[Any] = [model.register_forward_pre_hook(_Entry(injection), with_kwargs=True, prepend=True)]
+    phase = injection.spec.phase
+    if phase in ("forward", "backward"):
+        assert layer is not None
+        handles.append(layer.register_forward_hook(_Output(injection), prepend=True))
+    elif phase == "reduce":
+        handles.append(_AfterReduce(injection))
+        handles.append(model.register_forward_hook(_Exit(handles[-1]), always_call=True))
+        injection.on_model = handles[-2].arm
+    elif phase == "optimizer":
+        handles.append(_AfterUpdate(injection))
+    return handles
+
+
+class _Entry(WeakHook):
+    """Before the model is called, wrapper included."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        injection: Injection | None = self.target()
+        if injection is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return None
+        injection.enter()
+        if not injection.active or injection.num_fired:
+            return None
+        if injection.spec.phase == "state":
+            _write_state(injection)
+        if injection.spec.phase == "input" and not injection.step_counter.has_loader():
+            found, done = with_first_corrupted(
+                (args, kwargs), lambda tensor: corrupted(tensor.detach(), injection.spec.kind)
+            )
+            injection.note(done, "the model is called with no floating tensor")
+            return found if done else None
+        return None
+
+
+def _write_state(injection: Injection) -> None:
+    model = injection.model()
+    assert model is not None
+    assert injection.spec.layer is not None
+    part = next(held_parts(wrapper_of(model), injection.spec.layer), None)
+    if part is not None:
+        corrupt_all(part, injection.spec.kind)
+    injection.note(part is not None, "the layer has no parameter here any more")
+
+
+class _Output(WeakHook):
+    """After the layer, before anybody has seen what it gives. A recomputation of checkpointing is spoilt alike."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        injection: Injection | None = self.target()
+        if injection is None or torch.compiler.is_compiling() or not injection.is_first_call(in_backward()):
+            return None
+        spec = injection.spec
+        if spec.phase == "forward":
+            found, done = with_first_corrupted(output, lambda tensor: corrupted(tensor, spec.kind))
+            injection.note(done, "the layer gives no floating tensor")
+            return found if done else None
+        mark_fired = injection.mark_fired
+        return with_first_corrupted(output, lambda tensor: _corrupt_backward(tensor, spec.kind, mark_fired))[0]
+
+
+def _corrupt_backward(tensor: Tensor, kind: str, mark_fired: Callable[[], None]) -> Tensor:
+    if not tensor.requires_grad:
+        return tensor
+    found: Tensor = CorruptedGradient.apply(tensor, kind, mark_fired)  # type: ignore[no-untyped-call]  # torch's own
+    return found
+
+
+class _Exit(WeakHook):
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        after: _AfterReduce | None = self.target()
+        if after is not None:
+            after.disarm()
+
+
+class _AfterReduce:
+    """Spoils a gradient after the wrapper has communicated it, before the guard looks.
+
+    The end of backward is found as the guard finds it ([Note: the end of backward]), by a hook that backward reaches
+    before the guard's: torch's global module hooks run before those of a module.
+    """
+
+    def __init__(self, injection: Injection) -> None:
+        self._injection = weakref.ref(injection)
+        self._handles: list[Any] = []
+        self._waits = False
+
+    def arm(self) -> None:
+        """For one forward of the model."""
+        self.disarm()
+        self._waits = False
+        register: Any = nn.modules.module
+        self._handles = [
+            register.register_module_forward_pre_hook(lambda module, args: self._watch(args)),
+            register.register_module_forward_hook(lambda module, args, output: self._watch(output)),
+        ]
+
+    def disarm(self) -> None:
+        """The forward is over."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    remove = disarm
+
+    def _watch(self, value: Any) -> None:
+        if not torch.compiler.is_compiling() and not in_backward():
+            for tensor in tensors_in(value):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(self._begins)  # type: ignore[no-untyped-call]  # torch's own
+
+    def _begins(self, gradient: Tensor) -> None:
+        if not self._waits:
+            self._waits = True
+            Variable._execution_engine.queue_callback(self._first)
+
+    def _first(self) -> None:
+        Variable._execution_engine.queue_callback(self._second)
+
+    def _second(self) -> None:
+        self._waits = False
+        injection = self._injection()
+        model = injection.model() if injection is not None else None
+        if injection is None or model is None or injection.num_fired:
+            return
+        wrapper = wrapper_of(model)
+        if not wrapper.will_reduce():
+            return  # the next micro-batch may communicate
+        assert injection.spec.layer is not None
+        for own in own_parameters(wrapper, injection.spec.layer, trained=True):
+            part = None if own.parameter.grad is None else part_of(wrapper, own, own.parameter.grad)
+            if part is not None:
+                corrupt_first(wrapper.local(part), injection.spec.kind)
+                injection.mark_fired()
+                return
+        injection.note(False, "no parameter of the layer has a gradient here")
+
+
+class _AfterUpdate:
+    """Spoils a weight after ``optimizer.step``, before the guard looks at what the update has made."""
+
+    def __init__(self, injection: Injection) -> None:
+        self._injection = weakref.ref(injection)
+        self._handle: Any = register_optimizer_step_pre_hook(self._before)
+        self._after: Any = None
+
+    def remove(self) -> None:
+        """Take both hooks off."""
+        for handle in (self._handle, self._after):
+            if handle is not None:
+                handle.remove()
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        injection = self._injection()
+        if injection is None or self._after is not None or injection.step_counter.updating() != injection.spec.step:
+            return
+        if self._own_of(injection, optimizer) is not None:
+            self._after = optimizer.register_step_post_hook(self._spoil)
+            optimizer._optimizer_step_post_hooks.move_to_end(self._after.id, last=False)  # type: ignore[attr-defined]  # an OrderedDict
+
+    def _spoil(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        injection = self._injection()
+        if injection is None or injection.num_fired:
+            return  # a hook cannot take itself off while it runs
+        found = self._own_of(injection, optimizer)
+        if found is not None:
+            corrupt_first(found, injection.spec.kind)
+            injection.mark_fired()
+
+    def _own_of(self, injection: Injection, optimizer: torch.optim.Optimizer) -> Tensor | None:
+        model, layer = injection.model(), injection.spec.layer
+        if model is None or layer is None:
+            return None
+        wrapper = wrapper_of(model)
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        found = (own for own in own_parameters(wrapper, layer, trained=True) if id(own.parameter) in held)
+        return next((part for own in found if (part := part_of(wrapper, own, own.parameter)) is not None), None)

@@ -1,0 +1,134 @@
+"""`InjectionSpec`: which fault is planted where, and whether that can be done in a model. Nothing is planted here."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ddp_nanguard.config import ENV_INJECT
+from ddp_nanguard.report.types import KINDS, Phase
+from ddp_nanguard.wrappers import Wrapper
+
+from .parameters import held_parts
+
+PHASES = tuple(str(phase) for phase in Phase)
+WITHOUT_LAYER = ("input", "loss")
+IN_PARAMETERS = ("state", "reduce", "optimizer")
+MAX_NAMES = 12
+
+
+@dataclass(frozen=True)
+class InjectionSpec:
+    """What is planted where.
+
+    Attributes:
+        rank: global rank.
+        step: as the guard counts.
+        phase: one of `PHASES`.
+        layer: name in the unwrapped model, "" for the root; None for input and loss.
+        kind: ``nan``, ``inf`` or ``-inf``. The latter two may come to nothing (-inf through a ReLU is 0), and the
+            guard blames -inf only where nothing else is NaN or +inf.
+        micro_batch: index in the step; state, reduce and optimizer belong to none.
+    """
+
+    rank: int
+    step: int
+    phase: str
+    layer: str | None = None
+    kind: str = "nan"
+    micro_batch: int = 0
+
+    def __str__(self) -> str:
+        place = "" if self.phase in IN_PARAMETERS else f" · micro-batch {self.micro_batch}"
+        layer = "" if self.layer is None else f" · {self.layer or '(root)'}"
+        return f"rank {self.rank} · step {self.step}{place} · {self.phase}{layer}: {self.kind}"
+
+
+def validate_spec(spec: InjectionSpec, wrapper: Wrapper, ranks: list[int], own_rank: int) -> InjectionSpec:
+    """The plan with its layer filled in.
+
+    Raises:
+        ValueError: names the option, the value and the valid ones.
+    """
+    _require("phase", spec.phase, spec.phase in PHASES, ", ".join(PHASES))
+    _require("kind", spec.kind, spec.kind in KINDS, ", ".join(KINDS))
+    _require("rank", spec.rank, _is_index(spec.rank) and spec.rank in ranks, _listed([str(rank) for rank in ranks]))
+    _require("step", spec.step, _is_index(spec.step), "a whole number from 0")
+    _require("micro_batch", spec.micro_batch, _is_index(spec.micro_batch), "a whole number from 0")
+    if spec.phase == "reduce" and wrapper.kind == "plain":
+        others = ", ".join(phase for phase in PHASES if phase != "reduce")
+        raise ValueError(f"option phase='reduce': a plain model communicates nothing; valid here: {others}")
+    if spec.phase in WITHOUT_LAYER:
+        _require("layer", spec.layer, spec.layer is None, f"None, since phase {spec.phase} belongs to no layer")
+        return spec
+    valid = valid_layers(wrapper, spec.phase, here=spec.rank == own_rank)
+    if spec.layer is None:
+        _require("layer", spec.layer, bool(valid), "a layer; this rank holds parameters of none")
+        return dataclasses.replace(spec, layer=_middle(wrapper, valid))
+    _require("layer", spec.layer, spec.layer in valid, _listed([name or '""' for name in valid]))
+    return spec
+
+
+def valid_layers(wrapper: Wrapper, phase: str, here: bool) -> list[str]:
+    """Layers in which a fault of a phase can be planted; on the rank itself those of which it holds a part."""
+    names = [name for name, _ in wrapper.named_modules()]
+    if phase not in IN_PARAMETERS:
+        return names
+    owners = {name.rpartition(".")[0] for name in wrapper.all_shapes()}
+    trained = phase != "state"
+    holding = [name for name in names if name in owners]
+    return [name for name in holding if not here or next(held_parts(wrapper, name, trained), None) is not None]
+
+
+def _middle(wrapper: Wrapper, valid: list[str]) -> str:
+    """One of the leaves that hold parameters and are called as modules, half way through the model."""
+    owners = {name.rpartition(".")[0] for name in wrapper.all_shapes()}
+    modules = dict(wrapper.named_modules())
+    inside = tuple(f"{name}." for name, module in modules.items() if isinstance(module, nn.MultiheadAttention))
+    runs = [name for name in valid if type(modules[name]).forward is not nn.Module.forward]
+    leaves = [name for name in runs if name in owners and not name.startswith(inside or ("\0",))] or runs or valid
+    return leaves[len(leaves) // 2]
+
+
+def _require(name: str, value: object, holds: bool, valid: str) -> None:
+    if not holds:
+        raise ValueError(f"option {name}={value!r} does not fit; valid: {valid}")
+
+
+def _is_index(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - MAX_NAMES
+    return ", ".join(names[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def parse_spec(text: str) -> InjectionSpec:
+    """A plan as ``NANGUARD_INJECT`` writes it.
+
+    Raises:
+        ValueError: names the variable, what does not fit and what does.
+    """
+    keys = [field.name for field in dataclasses.fields(InjectionSpec)]
+    values: dict[str, Any] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = (each.strip() for each in part.partition("="))
+        if not equals or key not in keys or key in values:
+            valid = f"valid keys, each once: {', '.join(keys)}"
+            raise ValueError(f"environment variable {ENV_INJECT}={text!r}: {part!r} does not fit; {valid}")
+        try:
+            values[key] = int(value) if key in ("rank", "step", "micro_batch") else value
+        except ValueError:
+            raise ValueError(
+                f"environment variable {ENV_INJECT}={text!r}: {key}={value!r} is no whole number"
+            ) from None
+    missing = [key for key in ("rank", "step", "phase") if key not in values]
+    if missing:
+        raise ValueError(f"environment variable {ENV_INJECT}={text!r} lacks {', '.join(missing)}")
+    if values.get("layer") in ("(root)", '""'):
+        values["layer"] = ""
+    return InjectionSpec(**values)

@@ -1,0 +1,272 @@
+"""What is said about a fault: plain data, its causal order, and its JSON form.
+
+Nothing here knows of processes, devices or files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+SCHEMA_VERSION = 1
+MAX_SITES = 64
+MAX_RANKS_LISTED = 64
+
+
+class Phase(enum.StrEnum):
+    """Where in a step a value was seen, in causal order.
+
+    ``state`` is bad before the step, ``reduce`` is finite on every rank and bad only after communication, ``optimizer``
+    is bad only after the update (or a hyper-parameter is).
+    """
+
+    STATE = "state"
+    INPUT = "input"
+    FORWARD = "forward"
+    LOSS = "loss"
+    BACKWARD = "backward"
+    REDUCE = "reduce"
+    OPTIMIZER = "optimizer"
+
+    @property
+    def causal_rank(self) -> int:
+        """Position in the causal order, 0 for ``state``."""
+        return list(Phase).index(self)
+
+
+KINDS = ("nan", "inf", "-inf")
+"""Kinds of non-finite values, worst first."""
+
+
+@dataclass(frozen=True)
+class InlineCode:
+    """A value that no module made: the code of ``layer`` did (None: the training step), between two sites."""
+
+    layer: str | None
+    after: str | None
+    before: str | None
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Counts and range of one tensor, taken by a rescan on the fault path.
+
+    ``largest_finite`` is the largest finite absolute value, None where no element is finite; ``first`` the index of the
+    first element that is not, None where the tensor is no dense one.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    num_nan: int
+    num_inf: int
+    num_neg_inf: int
+    numel: int
+    largest_finite: float | None
+    first: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where one value was seen non-finite.
+
+    Attributes:
+        rank: global rank; None for ``reduce``, which nobody began.
+        step: optimizer step.
+        micro_batch: index in the window; None for state, reduce and optimizer.
+        phase: see `Phase`.
+        layer: module name as in the unwrapped model, "" for the root; None for input, loss and hyper-parameters.
+        call: call number of the module in the micro-batch, from 1; None outside forward and backward.
+        slot: ``output``, ``input``, ``grad``, a batch path, a loss, parameter, buffer or state name, ``g0.lr``.
+        kind: ``nan``, ``inf`` or ``-inf``, the worst that is there.
+        inline_code: set when the parent's own code did it.
+        evidence: counts from a rescan, where the tensor was still at hand.
+        input_kind: worst kind among what it was made from (inputs of the call, gradient of the layer's output, the
+            model's output for a loss), None where that was finite, ``unchecked`` where nobody looked.
+        neg_inf_from: where a -inf came from that went into the call: a layer, or the code around it; else None.
+        suspects: layers any of which may have done it, where that was not seen; empty where it was.
+        order: execution order within phase and micro-batch; only for sorting.
+    """
+
+    rank: int | None
+    step: int
+    micro_batch: int | None
+    phase: Phase
+    layer: str | None
+    call: int | None
+    slot: str
+    kind: str
+    inline_code: InlineCode | None = None
+    evidence: Evidence | None = None
+    input_kind: str | None = None
+    neg_inf_from: str | None = None
+    suspects: tuple[str, ...] = ()
+    order: int = field(default=0, compare=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The site as JSON-ready data, without the fields that only sort."""
+        return {
+            "rank": self.rank,
+            "step": self.step,
+            "micro_batch": self.micro_batch,
+            "phase": str(self.phase),
+            "layer": self.layer,
+            "call": self.call,
+            "slot": self.slot,
+            "kind": self.kind,
+            "inline_code": dataclasses.asdict(self.inline_code) if self.inline_code else None,
+            "evidence": json_safe(dataclasses.asdict(self.evidence)) if self.evidence else None,
+            "input_kind": self.input_kind,
+            "neg_inf_from": self.neg_inf_from,
+            "suspects": list(self.suspects),
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Site:
+        """The inverse of `to_dict`."""
+        fields = {k: v for k, v in data.items() if k not in {"phase", "inline_code", "evidence", "suspects"}}
+        inline_code, evidence = data.get("inline_code"), data.get("evidence")
+        if evidence:
+            evidence = {**evidence, "shape": tuple(evidence["shape"])}
+            evidence["first"] = tuple(evidence["first"]) if evidence.get("first") is not None else None
+            evidence["largest_finite"] = _unsafe_float(evidence["largest_finite"])
+        return cls(
+            **fields,
+            phase=Phase(data["phase"]),
+            inline_code=InlineCode(**inline_code) if inline_code else None,
+            evidence=Evidence(**evidence) if evidence else None,
+            suspects=tuple(data.get("suspects", ())),
+        )
+
+    def same_place(self, other: Site) -> bool:
+        """Whether both name the same phase, layer, call, slot and micro-batch (rank and step aside).
+
+        Which call it was is not known in compiled code, and then does not count.
+        """
+        mine = (self.phase, self.layer, self.slot, self.micro_batch, self.kind)
+        same_call = self.call == other.call or None in (self.call, other.call)
+        return same_call and mine == (other.phase, other.layer, other.slot, other.micro_batch, other.kind)
+
+
+@dataclass(frozen=True)
+class SecondRun:
+    """What came of running the step once more in place (option ``rerun``), the same on every rank.
+
+    Attributes:
+        outcome: the worst of ``finite``, ``elsewhere``, ``failed`` and ``same`` over the ranks, or ``not_run``.
+        ranks: outcome -> (number of ranks, the first of them), at most `MAX_RANKS_LISTED`; empty for ``not_run``.
+        text: one sentence.
+    """
+
+    outcome: str
+    ranks: dict[str, tuple[int, tuple[int, ...]]]
+    text: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready data."""
+        ranks = {outcome: {"count": count, "first": list(first)} for outcome, (count, first) in self.ranks.items()}
+        return {"outcome": self.outcome, "ranks": ranks, "text": self.text}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> SecondRun:
+        """The inverse of `to_dict`."""
+        ranks = {outcome: (each["count"], tuple(each["first"])) for outcome, each in data["ranks"].items()}
+        return cls(data["outcome"], ranks, data["text"])
+
+
+@dataclass(frozen=True)
+class FaultReport:
+    """Everything that is said about one fault: `to_dict`, ``show --json`` and ``manifest.json`` agree on it.
+
+    Attributes:
+        step: the step of the fault; for a bad update the step of that update.
+        world_size: ranks that step together.
+        wrapper: ``plain``, ``ddp``, ``fsdp1`` or ``fsdp2``.
+        origin: the earliest site that counts, or None where nothing could be attributed.
+        sites: the earliest sites over all ranks, at most `MAX_SITES`.
+        holders: ranks that hold a value born in the reduce.
+        num_ranks_affected, ranks_affected: how many ranks saw something, and the first of them.
+        cause: one sentence.
+        state: names of damaged parameters, buffers and optimizer state; empty when nothing is.
+        unchecked: what was not looked at, in words.
+        is_own_view: peers did not answer: all of this is what one rank saw.
+        notes: further remarks, such as "replicas disagree".
+        rerun: what came of the option ``rerun``; None without it.
+        dump_path: the dump's directory, or None.
+    """
+
+    step: int
+    world_size: int
+    wrapper: str
+    origin: Site | None
+    sites: tuple[Site, ...] = ()
+    holders: tuple[int, ...] = ()
+    num_ranks_affected: int = 0
+    ranks_affected: tuple[int, ...] = ()
+    cause: str = ""
+    state: tuple[str, ...] = ()
+    unchecked: tuple[str, ...] = ()
+    is_own_view: bool = False
+    notes: tuple[str, ...] = ()
+    dump_path: str | None = None
+    rerun: SecondRun | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready data; non-finite numbers are strings."""
+        origin = self.origin
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "step": self.step,
+            "world_size": self.world_size,
+            "wrapper": self.wrapper,
+            "origin": origin.to_dict() if origin else None,
+            "inline_code": dataclasses.asdict(origin.inline_code) if origin and origin.inline_code else None,
+            "holders": list(self.holders),
+            "sites": [site.to_dict() for site in self.sites],
+            "ranks_affected": {"count": self.num_ranks_affected, "first": list(self.ranks_affected)},
+            "cause": self.cause,
+            "state": list(self.state),
+            "unchecked": list(self.unchecked),
+            "single_rank_view": self.is_own_view,
+            "notes": list(self.notes),
+            "rerun": self.rerun.to_dict() if self.rerun else None,
+            "dump_path": self.dump_path,
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> FaultReport:
+        """The inverse of `to_dict`; further keys are ignored."""
+        return cls(
+            step=data["step"],
+            world_size=data["world_size"],
+            wrapper=data["wrapper"],
+            origin=Site.from_dict(data["origin"]) if data["origin"] else None,
+            sites=tuple(Site.from_dict(site) for site in data["sites"]),
+            holders=tuple(data["holders"]),
+            num_ranks_affected=data["ranks_affected"]["count"],
+            ranks_affected=tuple(data["ranks_affected"]["first"]),
+            cause=data["cause"],
+            state=tuple(data["state"]),
+            unchecked=tuple(data["unchecked"]),
+            is_own_view=data.get("single_rank_view", False),
+            notes=tuple(data["notes"]),
+            dump_path=data["dump_path"],
+            rerun=SecondRun.from_dict(data["rerun"]) if data.get("rerun") else None,
+        )
+
+
+def json_safe(value: Any) -> Any:
+    """``value`` with non-finite floats as the strings "nan", "inf" and "-inf", which strict JSON readers take."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    if isinstance(value, dict):
+        return {key: json_safe(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_safe(item) for item in value]
+    return value
+
+
+def _unsafe_float(value: float | str | None) -> float | None:
+    return float(value) if isinstance(value, str) else value

@@ -1,0 +1,1 @@
+"""Any tensor in any container: ranges, containers, shards, batches."""

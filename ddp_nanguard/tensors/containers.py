@@ -1,0 +1,80 @@
+"""Tensors in any container: finding them, naming them, copying around them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def tensors_in(value: Any, depth: int = 8) -> Sequence[Tensor]:
+    """Every tensor in a container of any kind: tuple, list, mapping, dataclass, namedtuple, model output, nested.
+
+    What hooks mostly get, one tensor or a tuple of them, costs next to nothing.
+    """
+    if type(value) is Tensor:
+        return (value,)
+    if type(value) is tuple:
+        for item in value:
+            if type(item) is not Tensor:
+                break
+        else:
+            return value
+    return [tensor for _, tensor in named_tensors_in(value, (), depth)]
+
+
+def named_tensors_in(
+    value: Any, path: tuple[Any, ...] = (), depth: int = 8
+) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+    """Like `tensors_in`, with the path of keys, indices and field names that leads to each."""
+    if isinstance(value, Tensor):
+        yield path, value
+        return
+    if depth == 0 or isinstance(value, (str, bytes)):
+        return
+    for key, item in _children(value):
+        yield from named_tensors_in(item, (*path, key), depth - 1)
+
+
+def _children(value: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, Mapping):
+        yield from value.items()
+    elif isinstance(value, (tuple, list)):
+        yield from enumerate(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from ((field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value))
+    elif hasattr(value, "__dict__") and not isinstance(value, (type, torch.nn.Module)) and not callable(value):
+        yield from vars(value).items()
+
+
+def path_text(path: tuple[Any, ...]) -> str:
+    """A batch path as a person writes it: ``["image"][0]``."""
+    return "".join(f'["{key}"]' if isinstance(key, str) else f"[{key!r}]" for key in path)
+
+
+def copy_containers(value: Any, keep: Callable[[Tensor], Tensor]) -> Any:
+    """``value`` with its containers copied and its tensors passed through ``keep``; the rest stays as it is."""
+    if isinstance(value, Tensor):
+        return keep(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(copy_containers(item, keep) for item in value))
+    if type(value) in (list, tuple):
+        return type(value)(copy_containers(item, keep) for item in value)
+    if type(value) is dict:
+        return {key: copy_containers(item, keep) for key, item in value.items()}
+    if isinstance(value, Mapping) and hasattr(value, "copy") and hasattr(value, "__setitem__"):
+        copied: Any = value.copy()
+        for key, item in value.items():
+            copied[key] = copy_containers(item, keep)
+        return copied
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        copied = copy.copy(value)
+        for spec in dataclasses.fields(value):
+            if hasattr(value, spec.name):
+                object.__setattr__(copied, spec.name, copy_containers(getattr(value, spec.name), keep))
+        return copied
+    return value
