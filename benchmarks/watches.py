@@ -84,16 +84,12 @@ class Guard(Watch):
         self.guard.watch(loss=loss)
 
     def pause(self) -> None:
-        guard = self.guard
-        for handle in (*guard._handles, *guard._around):
-            handle.remove()
-        guard._handles, guard._around = [], []
-        guard._context.remove_hooks()
+        self.guard._monitor._hooks.remove()
+        self.guard._context.remove_hooks()
 
     def resume(self) -> None:
-        self.guard._hook_model()
-        self.guard._context.install_hooks()
-        self.guard._hook_optimizers()
+        self.guard._monitor._forward.attach()
+        self.guard._monitor._hooks.hook_optimizers()
 
     def level(self) -> str:
         return self.guard._context.budget.level if self.options.get("budget") else ""

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from .capture.record import Previous
+from .capture.record import PreviousStep
 from .capture.window import AccumulationWindow
 from .config import GuardConfig
-from .context import GuardContext, guarded, is_ignored
+from .context import GuardContext, guarded
 from .distributed.group import RankGroup
 from .inject.injector import environment_option, spec_from_environment
 from .probes.backward import BackwardProbe
@@ -29,8 +29,9 @@ from .probes.forward import ForwardProbe
 from .probes.gradient import GradientProbe
 from .probes.slots import SlotBuffer
 from .probes.state import StateProbe
+from .report.types import Phase
 from .wrappers import GradientWatch, Wrapper, wrapper_of
-from .wrappers.grad_scaler import BeforeStep, WatchedScaler, require_fitting_scaler
+from .wrappers.grad_scaler import WatchedScaler, require_fitting_scaler
 
 
 @dataclass(frozen=True)
@@ -214,7 +215,6 @@ def build_context(
     replay: str | None,
     group: dist.ProcessGroup | None,
     options: dict[str, Any],
-    before_scaler_step: BeforeStep,
 ) -> GuardContext:
     """Check what was given, on this rank and against the others, and compose the parts.
 
@@ -249,7 +249,7 @@ def build_context(
         guarded.add(args.wrapper.root)
     else:
         ranks.close()
-    context = _composed(args, ranks, replay, device, before_scaler_step)
+    context = _composed(args, ranks, replay, device)
     context.injection = injection
     return context
 
@@ -260,28 +260,28 @@ def _device_of(wrapper: Wrapper) -> torch.device:
     return torch.device("cpu")
 
 
-def _composed(
-    args: ValidatedArgs, ranks: RankGroup, recipe: str | None, device: torch.device, before_scaler_step: BeforeStep
-) -> GuardContext:
+def _composed(args: ValidatedArgs, ranks: RankGroup, recipe: str | None, device: torch.device) -> GuardContext:
     config, wrapper = args.config, args.wrapper
     parameters = wrapper.named_parameters()
     modules = wrapper.named_modules()
     named_buffers = _buffer_reader(wrapper)
     slots = SlotBuffer(config.history)
     slots.expand_compiled = expand_compiled
-    backward = BackwardProbe(slots, probes_activations="backward" in config.watch)
+    backward = BackwardProbe(slots, probes_activations=config.watches(Phase.BACKWARD))
     forward = ForwardProbe(modules, slots, backward, config.skip_types)
-
-    def ignored(name: str) -> bool:
-        return is_ignored(name, config.ignore)
-
     held = {id(p) for optimizer in args.optimizers for group in optimizer.param_groups for p in group["params"]}
     left_out = {shard.name for name, p in parameters if id(p) not in held for shard in wrapper.shards("", name, p, p)}
     gradient = GradientProbe(
-        parameters, slots, backward, wrapper.local, ignored, frozenset(left_out), wrapper.pending_gradient_bytes()
+        parameters,
+        slots,
+        backward,
+        wrapper.local,
+        config.is_ignored,
+        frozenset(left_out),
+        wrapper.pending_gradient_bytes(),
     )
     _warn_of_small_eps(args.optimizers)
-    watches_gradients = config.enabled and bool({"backward", "reduce"} & set(config.watch))
+    watches_gradients = config.enabled and config.watches(Phase.BACKWARD, Phase.REDUCE)
     return GuardContext(
         config=config,
         ranks=ranks,
@@ -293,10 +293,10 @@ def _composed(
         budget=Budget(config.budget if config.enabled else None, forward, device),
         gradient=gradient,
         local_gradients=_without_hooks(wrapper, gradient) if watches_gradients else None,
-        state=StateProbe(slots, parameters, named_buffers, args.optimizers, wrapper.local, ignored),
+        state=StateProbe(slots, parameters, named_buffers, args.optimizers, wrapper.local, config.is_ignored),
         window=AccumulationWindow(device, config.copy_batch, config.hold_batches),
-        previous=Previous() if config.keep_previous else None,
-        scaler=WatchedScaler(args.scaler, before_scaler_step) if args.scaler is not None else None,
+        previous=PreviousStep() if config.keep_previous else None,
+        scaler=WatchedScaler(args.scaler) if args.scaler is not None else None,
         recipe=recipe,
         recipe_directory=args.recipe_directory,
         device=device,

@@ -12,6 +12,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args, get_origin
 
 from .report.types import Phase
@@ -125,6 +126,14 @@ class GuardConfig:
             _require("budget", self.budget, 0 < self.budget < math.inf, "a share above 0, such as 0.02, or None")
         if self.grad_norm_warn is not None:
             _require("grad_norm_warn", self.grad_norm_warn, self.grad_norm_warn > 0, "a number above 0, or None")
+
+    def watches(self, *phases: Phase) -> bool:
+        """Whether any of these phases is watched."""
+        return any(phase in self.watch for phase in phases)
+
+    def is_ignored(self, name: str) -> bool:
+        """Whether an ``ignore`` pattern (fnmatch) covers a layer or a parameter."""
+        return any(fnmatchcase(name, pattern) for pattern in self.ignore)
 
     def to_dict(self) -> dict[str, Any]:
         """The options as JSON-ready data."""

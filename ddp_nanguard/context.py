@@ -1,21 +1,20 @@
-"""`GuardContext`: what a guard is composed of, and how it is put together from what the user gave."""
+"""`GuardContext`: what one guard is composed of. `build` puts it together from what the user gave."""
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .capture.record import Previous
+from .capture.record import PreviousStep, StepRecord
 from .capture.window import AccumulationWindow
 from .config import GuardConfig
 from .distributed.group import RankGroup
+from .inject.spec import InjectionSpec
 from .probes.backward import BackwardProbe
 from .probes.budget import Budget
 from .probes.calls import ModuleCall
@@ -24,31 +23,51 @@ from .probes.gradient import GradientProbe
 from .probes.slots import SlotBuffer
 from .probes.sources import KnownNonFinite
 from .probes.state import StateProbe
-from .testing import InjectionSpec
+from .report.types import Phase
 from .wrappers import GradientWatch, Wrapper, compiled_modules
 from .wrappers.grad_scaler import WatchedScaler
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass
 class GuardContext:
-    """What a guard is composed of."""
+    """What one guard is composed of. The parts do not know each other unless their own docstring says so.
+
+    Attributes:
+        config: the options.
+        ranks: those that step together.
+        wrapper: the model, and how it is wrapped.
+        optimizers, scaler: of the training loop.
+        slots: where probes leave what they saw.
+        backward, forward, gradient, state: the probes.
+        local_gradients: hooks that see gradients before any communication; None where no gradient is watched.
+        budget: thins the probes out until they fit.
+        window: micro-batches of the step that is running.
+        previous: the copy for ``keep_previous``; None without the option.
+        recipe, recipe_directory: ``module:function`` for a replay, and where that module lies.
+        device: of the model.
+        module_names: clean names of all modules.
+        named_buffers: reads the buffers afresh.
+        registered: further objects by name, see `NanGuard.register`.
+        known_nonfinite: what a replay is told to be non-finite in clean steps; the history tells it in training.
+        injection: the fault that the environment plants in this job, None in all others.
+        compiled: modules inside compiled code, and modules whose own call is compiled.
+        has_hooks: whether the hooks of the forward are on the modules.
+    """
 
     config: GuardConfig
     ranks: RankGroup
     wrapper: Wrapper
     optimizers: list[torch.optim.Optimizer]
+    scaler: WatchedScaler | None
     slots: SlotBuffer
     backward: BackwardProbe
     forward: ForwardProbe
-    budget: Budget
     gradient: GradientProbe
-    local_gradients: GradientWatch | None
     state: StateProbe
+    local_gradients: GradientWatch | None
+    budget: Budget
     window: AccumulationWindow
-    previous: Previous | None
-    scaler: WatchedScaler | None
+    previous: PreviousStep | None
     recipe: str | None
     recipe_directory: str | None
     device: torch.device
@@ -56,24 +75,30 @@ class GuardContext:
     named_buffers: Callable[[], list[tuple[str, Tensor]]]
     registered: dict[str, Any] = field(default_factory=dict)
     known_nonfinite: frozenset[KnownNonFinite] = frozenset()
-    let_through: int | None = None
-    reduced_in: set[int] = field(default_factory=set)
     injection: InjectionSpec | None = None
     compiled: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
-    hooks_installed: bool = False
-    probed_initial_buffers: bool = False
-    is_late: bool = False
-    late_hyper_parameters: list[tuple[str, float | Tensor]] = field(default_factory=list)
+    has_hooks: bool = False
 
-    @property
-    def name(self) -> str:
-        """The same on all ranks of this guard and no other guard of the job."""
-        group = self.ranks.fault_group
-        return f"{group.group_name}/{self.ranks.guard_number}" if group is not None else "alone"
+    def record(self, step: int) -> StepRecord:
+        """The step that is running, for the fault path. Host sync: none."""
+        numbers = list(self.state.hyper_parameters())
+        return StepRecord(step, self.window, self.forward.calls, self.slots, numbers, self.scaler)
+
+    def keep_clean_step(self, step: int) -> None:
+        """Put the slots of a clean step into the history.
+
+        With ``keep_previous`` all that its update can change is copied. Host sync: none.
+        """
+        record = self.record(step) if self.previous is not None else None
+        past = self.slots.push_history(step)
+        if self.previous is not None and record is not None:
+            record.window, record.slots = self.window.frozen_copy(), past
+            tensors = [self.wrapper.local(parameter) for _, parameter in self.state.parameters()]
+            self.previous.snapshot(record, tensors, self.optimizers)
 
     def is_ignored(self, name: str) -> bool:
         """Whether an ``ignore`` pattern covers a layer or a parameter."""
-        return is_ignored(name, self.config.ignore)
+        return self.config.is_ignored(name)
 
     def owner_of(self, name: str) -> str:
         """The layer of a parameter, buffer or optimizer state: the longest module name that its name begins with."""
@@ -92,6 +117,11 @@ class GuardContext:
         takers = [call.layer for call in calls for taken in call.inputs if taken.ref() is parameter is not None]
         return list(dict.fromkeys([*(self.owner_of(each) for each in (name, *others)), *takers]))
 
+    @property
+    def watches_activations(self) -> bool:
+        """Whether modules carry hooks at all."""
+        return self.config.watches(Phase.FORWARD, Phase.BACKWARD)
+
     # -- compiled code -----------------------------------------------------------------------------------------------
 
     @property
@@ -104,7 +134,7 @@ class GuardContext:
         found = compiled_modules(self.wrapper.model)
         if found != self.compiled:
             self.compiled = found
-            if {"forward", "backward"} & set(self.config.watch):
+            if self.watches_activations:
                 self.forward.hook_compiled(*found, self.budget.layers_in_compiled_code, self.device)
 
     def flush_compiled(self) -> None:
@@ -116,10 +146,10 @@ class GuardContext:
 
     def install_hooks(self) -> bool:
         """Hooks on; whether they were off."""
-        if self.hooks_installed:
+        if self.has_hooks:
             return False
-        self.hooks_installed = True
-        if {"forward", "backward"} & set(self.config.watch):
+        self.has_hooks = True
+        if self.watches_activations:
             self.forward.install_hooks()
         if self.local_gradients is not None:
             self.local_gradients.install_hooks()
@@ -127,36 +157,34 @@ class GuardContext:
 
     def remove_hooks(self) -> None:
         """Hooks off: a forward without grad mode is left alone."""
-        if self.hooks_installed:
-            self.hooks_installed = False
+        if self.has_hooks:
+            self.has_hooks = False
             self.forward.remove_hooks()
             if self.local_gradients is not None:
                 self.local_gradients.remove_hooks()
 
     def probe_initial_state(self) -> None:
         """Parameters and optimizer state before the first step."""
-        if "state" in self.config.watch:
+        if self.config.watches(Phase.STATE):
             self.state.probe_before_first_step()
 
     def probe_initial_buffers(self) -> None:
-        """Buffers before the first step, after the wrapper's broadcast."""
-        if not self.probed_initial_buffers and "state" in self.config.watch:
+        """Buffers before the first step, after the wrapper's broadcast; nothing in later steps."""
+        if self.config.watches(Phase.STATE):
             self.state.probe_buffers_before_first_step()
-        self.probed_initial_buffers = True
 
     def probe_buffers_before_broadcast(self) -> None:
         """Buffers that the wrapper is about to overwrite with another rank's: a bad one would leave no trace."""
-        if "state" in self.config.watch and not self.window.buffers() and self.wrapper.overwrites_buffers():
+        if self.config.watches(Phase.STATE) and not self.window.buffers() and self.wrapper.overwrites_buffers():
             self.state.probe_buffers_before_broadcast()
 
     def probe_before_verdict(self, step: int) -> None:
         """Once per window: gradients that no hook has covered, buffers, now and then optimizer state."""
         self.flush_compiled()
-        watch = self.config.watch
-        if "backward" in watch or "reduce" in watch:
+        if self.config.watches(Phase.BACKWARD, Phase.REDUCE):
             self.gradient.flush_pending()  # of a backward that raised
             self.gradient.probe_unhooked()
-        if "state" in watch:
+        if self.config.watches(Phase.STATE):
             self.state.probe_buffers_after_forward()
             if (step - self.config.first_step) % self.config.state_every == 0:
                 self.state.probe_optimizer_state()
@@ -197,13 +225,5 @@ class GuardContext:
         self.ranks.close()
 
 
-def is_ignored(name: str, patterns: tuple[str, ...]) -> bool:
-    """Whether one of the fnmatch patterns covers the name."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-# -- putting it together ---------------------------------------------------------------------------------------------
-
-
 guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Root modules that have a guard."""
+"""Unwrapped models that have a guard: a second one would count every step twice."""

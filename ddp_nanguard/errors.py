@@ -37,6 +37,10 @@ class NonFiniteError(RuntimeError):
         self.exit_code = exit_code
         self.barrier = barrier if barrier is not None else _no_peers
 
+    def without_traceback(self) -> NonFiniteError:
+        """The same error, to be raised again: a traceback leads to the frames that hold the model."""
+        return NonFiniteError(str(self), self.report, self.exit_code, self.barrier)
+
     def __reduce__(self) -> tuple[type[NonFiniteError], tuple[str, FaultReport, int]]:
         return type(self), (self.args[0], self.report, self.exit_code)
 

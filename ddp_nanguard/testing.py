@@ -6,17 +6,14 @@
 
 or, without touching the script, ``NANGUARD_INJECT="rank=1,step=3,layer=blocks.0,phase=forward,kind=nan"``.
 
-[Note: replay of a planted fault]
-Each rank's planted faults are recorded in its evidence. What they have left in the dump (a bad batch, bad weights) is
-there again in a replay; what a hook did (``forward``, ``backward``, ``loss``, ``reduce``, ``optimizer``) is planted
+[Note: replay of an injected fault]
+Each rank's injected faults are recorded in its evidence. What they have left in the dump (a bad batch, bad weights) is
+there again in a replay; what a hook did (``forward``, ``backward``, ``loss``, ``reduce``, ``optimizer``) is injected
 again by the replay itself, so a recipe need not call `inject`. As for real faults, ``reduce`` takes all ranks and
 ``optimizer`` takes ``keep_previous``.
 """
 
 from __future__ import annotations
-
-import logging
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import nn
@@ -25,11 +22,6 @@ from .inject.injection import Injection
 from .inject.injector import install_injection
 from .inject.spec import PHASES, InjectionSpec, validate_spec
 from .wrappers import wrapper_of
-
-if TYPE_CHECKING:
-    from .guard import NanGuard
-
-_log = logging.getLogger(__name__)
 
 
 def inject(
@@ -41,9 +33,8 @@ def inject(
     layer: str | None = None,
     kind: str = "nan",
     micro_batch: int = 0,
-    guard: NanGuard | None = None,
 ) -> Injection:
-    """Plant one fault. Call it on every rank, once the model is wrapped; before or after the guard is built.
+    """Inject one fault. Call it on every rank, once the model is wrapped; before or after the guard is built.
 
     Args:
         model: what the training loop calls: plain, DDP, FSDP1 or after ``fully_shard``.
@@ -56,9 +47,10 @@ def inject(
         layer: name in the unwrapped model, "" for the root; none for input and loss. By default one in the middle.
         kind: ``nan``, ``inf`` or ``-inf``.
         micro_batch: index in the step.
-        guard: whose steps count. Without one they are counted here: a step is a call of ``step`` of an optimizer that
-            holds a parameter of the model, so one that a GradScaler leaves out is not seen. A guard built later on
-            the same model takes over.
+
+    Steps and micro-batches are counted by the guard of the model, also by one that is built later. Without a guard a
+    step is a call of ``step`` of an optimizer that holds a parameter of the model, so one that a GradScaler leaves out
+    is not counted.
 
     Raises:
         ValueError: names the option, the value and the valid ones.
@@ -67,7 +59,7 @@ def inject(
     """
     wrapper = wrapper_of(model)
     spec = validate_spec(InjectionSpec(rank, step, phase, layer, kind, micro_batch), wrapper, _ranks(), _own_rank())
-    return install_injection(model, spec, guard, "inject()", here=spec.rank == _own_rank())
+    return install_injection(model, spec, "inject()", here=spec.rank == _own_rank())
 
 
 # -- for the guard ---------------------------------------------------------------------------------------------------

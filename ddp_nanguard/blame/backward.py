@@ -7,7 +7,7 @@ from dataclasses import replace
 from ddp_nanguard.probes.backward import GradientHook
 from ddp_nanguard.probes.calls import ModuleCall, TensorRecord
 from ddp_nanguard.probes.gradient import GradientSource
-from ddp_nanguard.probes.slots import SlotStats, is_finite
+from ddp_nanguard.probes.slots import SlotStats, is_clean
 from ddp_nanguard.report.types import InlineCode, Phase, Site
 from ddp_nanguard.tensors.minmax import kind_of
 
@@ -43,7 +43,7 @@ def _backward_stats(blame_input: BlameInput) -> dict[int | None, list[SlotStats]
     spoilt: set[str] = set()
     for stats in blame_input.slot_stats:
         source = stats.source
-        if isinstance(source, GradientSource) and not is_finite(stats):
+        if isinstance(source, GradientSource) and not is_clean(stats):
             if source.name in spoilt:
                 continue  # a reduce of this window spoilt it: what accumulates on it since is no rank's own
             if source.reduced:
@@ -61,11 +61,9 @@ class _BackwardBlame:
     def __init__(self, blame_input: BlameInput, before: list[SlotStats], after: list[SlotStats]) -> None:
         self._blame_input = blame_input
         self._before = before
-        self._clean = {id(r.source.record) for r in before if isinstance(r.source, GradientHook) and is_finite(r)}
-        self._bad = {id(r.source.record) for r in before if isinstance(r.source, GradientHook) and not is_finite(r)}
-        self._bad_later = {
-            id(r.source.record) for r in after if isinstance(r.source, GradientHook) and not is_finite(r)
-        }
+        self._clean = {id(r.source.record) for r in before if isinstance(r.source, GradientHook) and is_clean(r)}
+        self._bad = {id(r.source.record) for r in before if isinstance(r.source, GradientHook) and not is_clean(r)}
+        self._bad_later = {id(r.source.record) for r in after if isinstance(r.source, GradientHook) and not is_clean(r)}
 
     def site(self, stats: SlotStats, kind: str) -> Site | None:
         if isinstance(stats.source, GradientSource):
@@ -146,7 +144,7 @@ class _BackwardBlame:
 
     def _last_clean_layer(self) -> str | None:
         for stats in reversed(self._before):
-            if is_finite(stats):
+            if is_clean(stats):
                 source = stats.source
                 return (
                     self._blame_input.owner_of(source.name) if isinstance(source, GradientSource) else source.call.layer

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ddp_nanguard.probes.backward import GradientHook
 from ddp_nanguard.probes.calls import ModuleCall, TensorRecord
-from ddp_nanguard.probes.slots import SlotRole, SlotStats, is_finite
+from ddp_nanguard.probes.slots import SlotRole, SlotStats, is_clean
 from ddp_nanguard.probes.sources import KnownNonFinite, LossSource
 from ddp_nanguard.report.messages import layer_text
 from ddp_nanguard.report.types import Evidence, InlineCode, Phase, Site
@@ -165,7 +165,7 @@ def _gradient_was_bad_before(blame_input: BlameInput, micro_batch: int, order: i
     return any(
         isinstance(r.source, GradientHook) and r.source.call.micro_batch == micro_batch and r.order < order
         for r in blame_input.slot_stats
-        if not is_finite(r)
+        if not is_clean(r)
     )
 
 
@@ -245,5 +245,5 @@ def _matching(items: list[NonFiniteTensor], bad: list[TensorRecord]) -> list[Non
 
 def _bad_losses(blame_input: BlameInput) -> set[int]:
     return {
-        r.source.micro_batch for r in blame_input.slot_stats if isinstance(r.source, LossSource) and not is_finite(r)
+        r.source.micro_batch for r in blame_input.slot_stats if isinstance(r.source, LossSource) and not is_clean(r)
     }

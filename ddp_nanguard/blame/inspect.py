@@ -1,7 +1,6 @@
-"""From a verdict that is not clean to the report: rescans, blame, the fault round.
+"""What a rank finds when it looks again after a verdict that is not clean: slots, state, gradients, batches.
 
-Nothing here runs in a clean step. Host reads and copies are free; collectives are not, and every rank reaches each of
-them because the verdict is the same everywhere.
+Nothing here runs in a clean step. Host reads and copies are free; there is no collective.
 """
 
 from __future__ import annotations
@@ -12,13 +11,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ddp_nanguard.capture.window import MicroBatch
+from ddp_nanguard.capture.record import StepRecord
+from ddp_nanguard.capture.window import AccumulationWindow, MicroBatch
 from ddp_nanguard.context import GuardContext
-from ddp_nanguard.probes.coverage import _traced
 from ddp_nanguard.probes.gradient import GradientSource
-from ddp_nanguard.probes.slots import SlotStats, is_finite
+from ddp_nanguard.probes.slots import SlotStats, is_clean
 from ddp_nanguard.probes.sources import KnownNonFinite, LossSource
 from ddp_nanguard.probes.state import StateSource, is_bad_number
+from ddp_nanguard.report.types import Phase
 from ddp_nanguard.tensors.containers import named_tensors_in, path_text
 from ddp_nanguard.tensors.minmax import evidence, kind_in, kind_of
 
@@ -27,7 +27,18 @@ from . import BlameInput, NonFiniteState, NonFiniteTensor, RankedSite, known_non
 
 @dataclass
 class RankFindings:
-    """What this rank sees of the fault."""
+    """What this rank sees of the fault.
+
+    Attributes:
+        slot_stats: the slots of the step.
+        nonfinite_state: parameters, buffers and optimizer state that are bad now.
+        hyper_parameters: those that are no finite number.
+        gradients_bad_now: whether a parameter's ``grad`` is bad as it lies there.
+        gradients_bad_seen: whether a probe saw a bad gradient of a parameter.
+        loss_bad: whether a watched loss is bad.
+        sites: what blame makes of it, earliest first.
+        known_nonfinite: what is non-finite in clean steps too.
+    """
 
     slot_stats: list[SlotStats]
     nonfinite_state: NonFiniteState
@@ -39,50 +50,41 @@ class RankFindings:
     known_nonfinite: frozenset[KnownNonFinite] = frozenset()
 
 
-def rescan(context: GuardContext) -> RankFindings:
-    """Rescan this rank. Host sync: many."""
+def rescan(context: GuardContext, record: StepRecord) -> RankFindings:
+    """Look again at everything of a step that is still there. Host sync: many."""
     if context.device.type == "cuda":
         torch.cuda.synchronize(context.device)  # batches on their way to the host must have arrived
     context.flush_compiled()
     context.gradient.flush_pending()  # of a backward that never ended
-    slot_stats = context.slots.slot_stats()
-    context.forward.compiled_layers_that_ran = _traced(slot_stats)
-    seen = [r for r in slot_stats if isinstance(r.source, GradientSource) and not is_finite(r)]
+    slot_stats = record.slots.slot_stats()
+    seen = [stats for stats in slot_stats if isinstance(stats.source, GradientSource) and not is_clean(stats)]
     return RankFindings(
         slot_stats=slot_stats,
-        nonfinite_state=_nonfinite_state(context, slot_stats),
-        hyper_parameters=_bad_hyper_parameters(context),
-        gradients_bad_now=any(kind_in(gradient) for _, gradient in _gradients(context)),
+        nonfinite_state=_nonfinite_state(context, record.window, slot_stats),
+        hyper_parameters=_bad_hyper_parameters(record),
+        gradients_bad_now=any(kind_in(gradient) for _, gradient in _gradients(context, record)),
         gradients_bad_seen=bool(seen),
-        loss_bad=any(isinstance(r.source, LossSource) and not is_finite(r) for r in slot_stats),
+        loss_bad=any(isinstance(stats.source, LossSource) and not is_clean(stats) for stats in slot_stats),
     )
 
 
 # -- rescans ---------------------------------------------------------------------------------------------------------
 
 
-def _nonfinite_state(context: GuardContext, slot_stats: list[SlotStats]) -> NonFiniteState:
-    nonfinite_state = NonFiniteState()
+def _nonfinite_state(context: GuardContext, window: AccumulationWindow, slot_stats: list[SlotStats]) -> NonFiniteState:
+    found = NonFiniteState()
     updated, clean = _looked_at(slot_stats)
     for holder, name, tensor in named_parameter_tensors(context):
         if not context.is_ignored(name):
-            place = (
-                nonfinite_state.by_update
-                if holder in updated
-                else (nonfinite_state.since if holder in clean else nonfinite_state.before)
-            )
-            place.extend(_found(name, tensor))
+            when = found.by_update if holder in updated else (found.since if holder in clean else found.before)
+            when.extend(_found(name, tensor))
     for name, tensor in optimizer_tensors(context):
         if not context.is_ignored(name):
-            place = (
-                nonfinite_state.by_update
-                if updated
-                else (nonfinite_state.since if name in clean else nonfinite_state.before)
-            )
-            place.extend(_found(name, tensor))
-    before, nonfinite_state.buffers = _damaged_buffers(context)
-    nonfinite_state.before += before
-    return nonfinite_state
+            when = found.by_update if updated else (found.since if name in clean else found.before)
+            when.extend(_found(name, tensor))
+    before, found.buffers = _nonfinite_buffers(context, window)
+    found.before += before
+    return found
 
 
 def _looked_at(slot_stats: list[SlotStats]) -> tuple[set[str], set[str]]:
@@ -92,7 +94,7 @@ def _looked_at(slot_stats: list[SlotStats]) -> tuple[set[str], set[str]]:
     for stats in slot_stats:
         source = stats.source
         if isinstance(source, StateSource) and source.when in ("before", "update"):
-            if is_finite(stats):
+            if is_clean(stats):
                 clean.add(source.name)
             elif source.when == "update":
                 updated.add(source.name)
@@ -116,10 +118,12 @@ def optimizer_tensors(context: GuardContext) -> Iterator[tuple[str, Tensor]]:
         yield name, context.wrapper.local(tensor)
 
 
-def _damaged_buffers(context: GuardContext) -> tuple[list[NonFiniteTensor], list[NonFiniteTensor]]:
+def _nonfinite_buffers(
+    context: GuardContext, window: AccumulationWindow
+) -> tuple[list[NonFiniteTensor], list[NonFiniteTensor]]:
     before: list[NonFiniteTensor] = []
     written: list[NonFiniteTensor] = []
-    copies = context.window.buffers()
+    copies = window.buffers()
     for name, buffer in context.state.buffers():
         if context.is_ignored(name):
             continue
@@ -134,9 +138,9 @@ def _found(name: str, tensor: Tensor, allow_negative_inf: bool = False) -> list[
     return [] if kind is None else [NonFiniteTensor(name, kind, evidence(tensor))]
 
 
-def _bad_hyper_parameters(context: GuardContext) -> list[NonFiniteTensor]:
+def _bad_hyper_parameters(record: StepRecord) -> list[NonFiniteTensor]:
     found: list[NonFiniteTensor] = []
-    for name, value in context.late_hyper_parameters if context.is_late else context.state.hyper_parameters():
+    for name, value in record.hyper_parameters:
         number = float(value)
         if is_bad_number(name, number):
             kind = kind_of(number, number)
@@ -145,28 +149,30 @@ def _bad_hyper_parameters(context: GuardContext) -> list[NonFiniteTensor]:
     return found
 
 
-def _gradients(context: GuardContext) -> Iterator[tuple[str, Tensor]]:
-    if context.is_late:
+def _gradients(context: GuardContext, record: StepRecord) -> Iterator[tuple[str, Tensor]]:
+    if not record.is_current:
         return  # those that are there now are the next step's
     for name, parameter in context.wrapper.named_parameters():
         if parameter.grad is not None and not context.is_ignored(name):
             yield name, context.wrapper.local(parameter.grad)
 
 
-def _reduced_findings(context: GuardContext, slot_stats: list[SlotStats]) -> list[NonFiniteTensor]:
+def _reduced_findings(context: GuardContext, record: StepRecord, slot_stats: list[SlotStats]) -> list[NonFiniteTensor]:
     """Non-finite gradients after the reduce. The kind is that of the slot: clipping may have spread it since."""
     own = dict(context.wrapper.named_parameters())
     found: list[NonFiniteTensor] = []
     for stats in slot_stats:
-        if isinstance(stats.source, GradientSource) and stats.source.reduced and not is_finite(stats):
+        if isinstance(stats.source, GradientSource) and stats.source.reduced and not is_clean(stats):
             kind = kind_of(stats.minimum, stats.maximum)
             assert kind is not None
-            found += _reduced_shards(context, stats.source.name, own[stats.source.name], kind)
+            found += _reduced_shards(context, record, stats.source.name, own[stats.source.name], kind)
     return list({bad_tensor.name: bad_tensor for bad_tensor in found}.values())
 
 
-def _reduced_shards(context: GuardContext, name: str, parameter: nn.Parameter, kind: str) -> list[NonFiniteTensor]:
-    if parameter.grad is None or context.is_late:
+def _reduced_shards(
+    context: GuardContext, record: StepRecord, name: str, parameter: nn.Parameter, kind: str
+) -> list[NonFiniteTensor]:
+    if parameter.grad is None or not record.is_current:
         return [NonFiniteTensor(name, kind, None)]
     shards = context.wrapper.shards("", name, parameter, parameter.grad)
     bad = [shard for shard in shards if kind_in(shard.tensor) == kind]
@@ -185,24 +191,22 @@ def _batch_findings(micro_batches: list[MicroBatch]) -> list[NonFiniteTensor]:
     return found
 
 
-def blame_input(context: GuardContext, findings: RankFindings, step: int) -> BlameInput:
+def blame_input(context: GuardContext, record: StepRecord, findings: RankFindings) -> BlameInput:
     """What blame is read from."""
-    context.window.record_modified()
+    record.window.record_modified()
+    micro_batches = record.window.micro_batches
     known = [context.known_nonfinite, *(known_nonfinite(past.slot_stats()) for past in context.slots.past())]
     return BlameInput(
         rank=context.ranks.rank,
-        step=step,
+        step=record.step,
         slot_stats=findings.slot_stats,
         owner_of=context.owner_of,
         sharers_of=context.sharers_of,
         is_ignored=context.is_ignored,
-        losses={(m.index, name): loss for m in context.window.micro_batches for name, loss in m.losses.items()},
-        batch=_batch_findings(context.window.micro_batches) if "input" in context.config.watch else [],
+        losses={(m.index, name): loss for m in micro_batches for name, loss in m.losses.items()},
+        batch=_batch_findings(micro_batches) if context.config.watches(Phase.INPUT) else [],
         nonfinite_state=findings.nonfinite_state,
-        reduced=_reduced_findings(context, findings.slot_stats),
+        reduced=_reduced_findings(context, record, findings.slot_stats),
         hyper_parameters=findings.hyper_parameters,
         known_nonfinite=frozenset().union(*known),
     )
-
-
-# -- slots by name, for the dump and for comparing a replay ----------------------------------------------------------

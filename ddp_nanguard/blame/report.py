@@ -4,44 +4,42 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ddp_nanguard.capture.record import StepRecord
+from ddp_nanguard.config import ENV_INJECT
 from ddp_nanguard.context import GuardContext
-from ddp_nanguard.inject import injector
 from ddp_nanguard.probes.coverage import unchecked
 from ddp_nanguard.report.types import FaultReport, Phase, Site
 
 from . import local_sites
-from .exchange import RankFault
-from .inspect import (
-    RankFindings,
-    blame_input,
-)
+from .exchange import RankFault, exchange_sites
+from .inspect import RankFindings, blame_input
 
 
-def report_of(context: GuardContext, findings: RankFindings, step: int, cause: str) -> FaultReport:
+def report_of(
+    context: GuardContext, record: StepRecord, findings: RankFindings, cause: str, let_through: int | None = None
+) -> FaultReport:
     """Blame on this rank, then the fault round, then the report, the same on every rank.
 
-    Collective: those of `Peers.share`, on the fault group. Where peers do not answer the report is this rank's own and
-    says so.
+    Where peers do not answer, the report is this rank's own and says so.
+
+    Args:
+        context: of the guard.
+        record: of the step.
+        findings: what this rank found; its sites are filled in.
+        cause: what is known already.
+        let_through: the last step whose fault was let through (``on_fault="warn"``).
+
+    Collective: those of `exchange_sites`, on the fault group.
     """
-    blame = blame_input(context, findings, step)
+    blame = blame_input(context, record, findings)
     findings.sites, findings.known_nonfinite = local_sites(blame), blame.known_nonfinite
-    reduced_bad = any(ranked.site.phase is Phase.REDUCE for ranked in findings.sites)
-    local = RankFault(findings.sites, findings.nonfinite_state.lasting(), reduced_bad, unchecked(context))
-    notes = injector.notes(context)
-    try:
-        shared = (context.ranks.single_rank() if context.ranks.peers_lost else context.ranks).exchange_sites(
-            local, step
-        )
-    except RuntimeError:
-        context.ranks.peers_lost = True
-        shared = context.ranks.single_rank().exchange_sites(local, step)
-    if context.ranks.peers_lost:
-        notes.append(f"peers were not asked or did not answer: this is rank {context.ranks.rank}'s own view")
-    sites = _own_view(shared.sites) if context.ranks.peers_lost else _without_victims(shared.sites)
+    shared = exchange_sites(context.ranks, _rank_fault(context, record, findings), record.step)
+    alone = context.ranks.peers_lost
+    sites = _own_view(shared.sites) if alone else _without_victims(shared.sites)
     origin = sites[0] if sites else None
     is_reduce = origin is not None and origin.phase is Phase.REDUCE
     return FaultReport(
-        step=origin.step if origin is not None else step,
+        step=origin.step if origin is not None else record.step,
         world_size=context.ranks.world_size,
         wrapper=context.wrapper.kind,
         origin=origin,
@@ -49,12 +47,34 @@ def report_of(context: GuardContext, findings: RankFindings, step: int, cause: s
         holders=shared.holders if is_reduce else (),
         num_ranks_affected=shared.num_affected,
         ranks_affected=shared.affected,
-        cause=_with_more(cause, _cause_of(context, origin)),
-        state=shared.nonfinite_state,
+        cause=_with_more(cause, _cause_of(origin, let_through)),
+        nonfinite_state=shared.nonfinite_state,
         unchecked=shared.unchecked,
-        is_own_view=context.ranks.peers_lost,
-        notes=tuple(notes),
+        single_rank_view=alone,
+        notes=_notes(context),
     )
+
+
+def _rank_fault(context: GuardContext, record: StepRecord, findings: RankFindings) -> RankFault:
+    reduced_bad = any(ranked.site.phase is Phase.REDUCE for ranked in findings.sites)
+    return RankFault(
+        findings.sites, findings.nonfinite_state.lasting(), reduced_bad, not_checked(context, record, findings)
+    )
+
+
+def not_checked(context: GuardContext, record: StepRecord, findings: RankFindings) -> list[str]:
+    """What this rank did not look at in a step, in words."""
+    calls = record.calls if record.window.micro_batches else None
+    return unchecked(context.config, context.forward, context.budget, calls, findings.slot_stats)
+
+
+def _notes(context: GuardContext) -> tuple[str, ...]:
+    notes = []
+    if context.injection is not None:
+        notes.append(f"{ENV_INJECT} plants a fault in this job: {context.injection}")
+    if context.ranks.peers_lost:
+        notes.append(f"peers were not asked or did not answer: this is rank {context.ranks.rank}'s own view")
+    return tuple(notes)
 
 
 def _own_view(sites: tuple[Site, ...]) -> tuple[Site, ...]:
@@ -72,7 +92,7 @@ def _with_more(cause: str, known: str) -> str:
     return known if not cause else (cause if known.startswith("unknown") else f"{known}; {cause}")
 
 
-def _cause_of(context: GuardContext, origin: Site | None) -> str:
+def _cause_of(origin: Site | None, let_through: int | None) -> str:
     if origin is None:
         return "unknown: no probe saw where the value came from"
     match origin.phase:
@@ -88,7 +108,7 @@ def _cause_of(context: GuardContext, origin: Site | None) -> str:
             return "finite on every rank before communication, non-finite after it"
         case Phase.OPTIMIZER if origin.layer is None:
             return "a hyper-parameter is not a finite number"
-        case Phase.OPTIMIZER if context.let_through == origin.step:
+        case Phase.OPTIMIZER if let_through == origin.step:
             return f"the update of step {origin.step} used gradients that were known to be bad and were let through"
         case Phase.OPTIMIZER:
             return "the update, or code of the loop since: gradients and hyper-parameters were finite at the verdict"

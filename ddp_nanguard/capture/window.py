@@ -44,12 +44,13 @@ class MicroBatch:
 class AccumulationWindow:
     """The micro-batches of the step now running, and the buffers from before it.
 
-    StorageTracker: references to the batches (copies with ``copy_batch`` or where ``hold="host"`` moves them off the device),
+    Memory: references to the batches (copies with ``copy_batch`` or where ``hold="host"`` moves them off the device),
     and one copy of the floating buffers, and of others up to `SMALL_BYTES` each.
     """
 
     def __init__(self, device: torch.device, copy_batch: bool, hold: Literal["device", "host"]) -> None:
         self.micro_batches: list[MicroBatch] = []
+        self.reduced_micro_batches: set[int] = set()
         self.generators: dict[str, Any] = {}
         self._device = device
         self._keep_tensor = _to_host if hold == "host" else (_clone if copy_batch else _same)
@@ -57,10 +58,17 @@ class AccumulationWindow:
         self._buffers: dict[str, Tensor] = {}
         self._has_buffers = False
 
-    def empty_like_this(self) -> AccumulationWindow:
+    def empty_copy(self) -> AccumulationWindow:
         """An empty window of the same kind, with the same generators."""
         other = copy.copy(self)
         other.micro_batches, other._versions, other._buffers, other._has_buffers = [], [], {}, False
+        other.reduced_micro_batches = set()
+        return other
+
+    def frozen_copy(self) -> AccumulationWindow:
+        """The same micro-batches, with copies of the buffers: what stays when the window is cleared and filled anew."""
+        other = copy.copy(self)
+        other._buffers = {name: buffer.clone() for name, buffer in self.buffers().items()}
         return other
 
     def begin_micro_batch(self, batch: Any) -> MicroBatch:
@@ -70,6 +78,10 @@ class AccumulationWindow:
         self.micro_batches.append(micro_batch)
         self._versions.append([(path_text(path), t, _version(t)) for path, t in named_tensors_in(kept)])
         return micro_batch
+
+    def mark_reduced(self) -> None:
+        """Gradients were communicated after the backward of the last micro-batch."""
+        self.reduced_micro_batches.add(self.micro_batches[-1].index if self.micro_batches else 0)
 
     def snapshot_buffers(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Copy the buffers before the model changes them; once per window."""
@@ -88,12 +100,8 @@ class AccumulationWindow:
 
     @torch.no_grad()
     def restore_buffers(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Put the buffers back."""
-        self.put_buffers(named, self.buffers())
-
-    @torch.no_grad()
-    def put_buffers(self, named: Iterable[tuple[str, Tensor]], saved: dict[str, Tensor]) -> None:
-        """Write saved buffers into the model's."""
+        """Write the buffers from before the window into the model's."""
+        saved = self.buffers()
         for name, buffer in named:
             if name in saved:
                 buffer.copy_(saved[name])
@@ -114,6 +122,7 @@ class AccumulationWindow:
     def clear(self) -> None:
         """Forget the window; the storage of the buffers' copy stays."""
         self.micro_batches = []
+        self.reduced_micro_batches = set()
         self._versions = []
         self._has_buffers = False
 

@@ -1,4 +1,10 @@
-"""How a rank that ends on its own tells its peers."""
+"""How a rank that raised on its own tells its peers.
+
+[Note: who tells whom]
+A rank whose own code raised cannot reach a collective any more, and its peers wait in one. It writes its local part,
+sets a key in the store and ends; a thread on every rank polls that key, so that each peer learns of it within a few
+seconds whatever its main thread waits for, writes its own local part and ends too.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +21,21 @@ _log = logging.getLogger(__name__)
 
 
 class AbortSignal:
-    """A key in the job's store that says that a rank has fallen, and the thread that looks for it.
+    """A key in the job's store that says that a rank has raised on its own, and the thread that looks for it.
 
     The thread polls a connection of its own, a few times per ``timeout_s``; it costs the training loop nothing and
-    issues no collective. Nothing here keeps the owner of ``on_call`` alive.
+    issues no collective. Nothing here keeps the owner of ``on_set`` alive.
 
     Args:
         name: the same on all ranks of one guard, and no other guard's.
         rank: of this process.
         num_ranks: that step together.
         timeout_s: how long peers are waited for.
-        on_call: bound method, called on the thread with the fallen rank's text.
+        on_set: bound method, called on the thread with the text of the rank that has set the key.
     """
 
-    def __init__(self, name: str, rank: int, num_ranks: int, timeout_s: float, on_call: Callable[[str], None]) -> None:
-        self._key = f"ddp_nanguard/distress/{name}"
+    def __init__(self, name: str, rank: int, num_ranks: int, timeout_s: float, on_set: Callable[[str], None]) -> None:
+        self._key = f"ddp_nanguard/abort/{name}"
         self._rank = rank
         self._num_ranks = num_ranks
         self._timeout_s = timeout_s
@@ -37,13 +43,13 @@ class AbortSignal:
         self._store = shared.clone()  # a connection of its own
         self._stop = threading.Event()
         interval_s = min(max(timeout_s / 20, 0.2), 5.0)
-        arguments = (self._stop, self._store, self._key, interval_s, weakref.WeakMethod(on_call))
-        thread = threading.Thread(target=_look_out, args=arguments, name="ddp_nanguard-distress", daemon=True)
+        arguments = (self._stop, self._store, self._key, interval_s, weakref.WeakMethod(on_set))
+        thread = threading.Thread(target=_poll, args=arguments, name="ddp_nanguard-abort", daemon=True)
         thread.start()
         self._close = weakref.finalize(self, _end_thread, self._stop, thread, 10 * interval_s)
 
     def set(self, text: str) -> None:
-        """Tell the peers, unless one of them has called already."""
+        """Tell the peers, unless one of them has done so already."""
         self._stop.set()
         try:
             if not self._store.check([self._key]):
@@ -52,14 +58,14 @@ class AbortSignal:
             _log.warning("peers could not be told: %s", error)
 
     def is_set(self) -> bool:
-        """Whether a rank has fallen."""
+        """Whether a rank has raised on its own."""
         try:
             return bool(self._store.check([self._key]))
         except RuntimeError:
             return False
 
     def wait(self, seconds: float) -> bool:
-        """Whether a rank falls within so many seconds."""
+        """Whether a rank raises on its own within so many seconds."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self.is_set():
@@ -83,8 +89,8 @@ class AbortSignal:
         self._close()
 
 
-def _look_out(
-    stop: threading.Event, store: Any, key: str, interval_s: float, on_call: weakref.WeakMethod[Callable[[str], None]]
+def _poll(
+    stop: threading.Event, store: Any, key: str, interval_s: float, on_set: weakref.WeakMethod[Callable[[str], None]]
 ) -> None:
     while not stop.wait(interval_s):
         try:
@@ -93,7 +99,7 @@ def _look_out(
             text = store.get(key).decode(errors="replace")
         except RuntimeError:
             return  # the store is gone: so is the job
-        owner = on_call()
+        owner = on_set()
         if owner is not None and not stop.is_set():
             owner(text)
         return

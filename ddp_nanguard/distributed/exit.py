@@ -1,9 +1,6 @@
 """How a process ends after a fault: together with its peers, with one exit code, never by a timeout.
 
-[Note: who tells whom]
-A rank whose own code raised cannot reach a collective any more, and its peers wait in one. It writes its local part,
-sets a key in the store and ends; a thread on every rank looks for that key, so that each peer learns of it within a few
-seconds whatever its main thread waits for, writes its own local part and ends too.
+See `abort` for how a rank that raised on its own tells its peers.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ _log = logging.getLogger(__name__)
 _OWN_DIRECTORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH_DIRECTORY = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
-WeakHook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
 class ExitHandler(Protocol):
@@ -37,7 +34,7 @@ class ExitHandler(Protocol):
 
 
 _exit_handlers: weakref.WeakSet[Any] = weakref.WeakSet()
-_previous: list[WeakHook] = []
+_previous: list[ExceptHook] = []
 
 
 def watch_exit(handler: ExitHandler) -> None:

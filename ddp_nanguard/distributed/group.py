@@ -1,36 +1,52 @@
-"""The ranks that step together, and what they say to each other."""
+"""The ranks that step together, and all that they say to each other.
+
+[Note: a lost peer]
+A collective of the fault path can fail because a peer has died or does not answer in time. That is noticed here and
+nowhere else: the failed call turns into a `PeersLostError`, the group remembers it (`RankGroup.peers_lost`), and the
+questions of the fault path (`RankGroup.ask`) are answered for this rank alone from then on, without another collective.
+A report that was made in this way says so. Only the construction of a guard and the writing of a dump want to see the
+error itself.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_nanguard.blame.exchange import _SITE_BYTES, JobFault, RankFault, _site_from, _site_text
-from ddp_nanguard.report.types import MAX_RANKS_LISTED, MAX_SITES
+from .verdict import Verdict, packed
 
-from .verdict import _SHARE_BITS, Verdict
-
+_T = TypeVar("_T")
 _NO_KEY = (1 << 63) - 1
-
-
-_NAME_BYTES = 256
-
-
-_OPTION_BYTES = 8192
-
-
+_TEXT_BYTES = 8192
 _CONSTRUCTION_TIMEOUT_S = 1800.0  # ranks load their models at different speed
+
+
+class PeersLostError(RuntimeError):
+    """A collective of the fault path failed: a peer died or did not answer in time."""
 
 
 class RankGroup:
     """The ranks that step together.
 
     Without an initialised process group there is one rank and no communication at all.
+
+    Args:
+        group: whose ranks step together; None for the whole world.
+        timeout_s: how long a peer is waited for on the fault path.
+        device: of the model.
+
+    Attributes:
+        members: global ranks, in the group's order.
+        fault_group: a gloo group over the same ranks, for everything but the verdict; None for a rank on its own.
+        peers_lost: whether a collective on the fault group has failed, see [Note: a lost peer].
+        guard_number: how many guards these ranks had made before; the same on all of them.
 
     Collective: construction creates a gloo group over ``group``; every rank of it must construct.
     """
@@ -56,14 +72,31 @@ class RankGroup:
         """Position of this rank among those that step together."""
         return self.members.index(self.rank)
 
+    @property
+    def name(self) -> str:
+        """The same on all ranks of this guard and no other guard of the job."""
+        return f"{self.fault_group.group_name}/{self.guard_number}" if self.fault_group is not None else "alone"
+
     def bound_waiting(self, timeout_s: float | None = None) -> None:
         """From now on waiting for peers on the fault group ends after ``timeout_s``."""
         if self.fault_group is not None:
             limit = timedelta(seconds=self.timeout_s if timeout_s is None else timeout_s)
             dist.distributed_c10d._set_pg_timeout(limit, self.fault_group)
 
+    def single_rank(self) -> RankGroup:
+        """The same rank without any peer: it answers for itself and issues no collective."""
+        lone = copy.copy(self)
+        lone.fault_group = None
+        return lone
+
+    def close(self) -> None:
+        """Give the fault group up; it stays for the next guard over the same ranks."""
+        self.fault_group = None
+
+    # -- the verdict: the one collective of a clean step -----------------------------------------------------------
+
     def all_reduce_verdict(self, severity: Tensor, ran_backward: bool, probe_cost_ppm: int = 0) -> Verdict:
-        """The verdict: largest severity over all ranks, whether any of them has run a backward, and largest share.
+        """Largest severity over all ranks, whether any of them has run a backward, and the largest cost of probes.
 
         Args:
             severity: int64, shape (), on any device.
@@ -71,96 +104,51 @@ class RankGroup:
             probe_cost_ppm: what the probes cost here, below 2**31; see `probes.budget`.
 
         Collective: one MAX all-reduce of 16 bytes over ``group``; every rank must call it. Host sync: none until the
-        answer is read.
+        verdict is read.
         """
-        said = int(ran_backward) << _SHARE_BITS | probe_cost_ppm
-        payload = torch.stack((severity, torch.full_like(severity, said)))
+        payload = packed(severity, ran_backward, probe_cost_ppm)
         if self.connected:
             payload = payload.to(self.device)
             dist.all_reduce(payload, op=dist.ReduceOp.MAX, group=self.group)
         return Verdict(payload)
 
-    def single_rank(self) -> RankGroup:
-        """The same rank without any peer, for the view of a rank whose peers do not answer."""
-        lone = copy.copy(self)
-        lone.fault_group = None
-        return lone
+    # -- the fault path: answered for this rank alone where peers are lost ---------------------------------------------
 
-    # -- the fault round ---------------------------------------------------------------------------------------------
+    def ask(self, question: Callable[[RankGroup], _T]) -> _T:
+        """What a question to all ranks gives, or, where peers are lost, what it gives for this rank alone.
+
+        Args:
+            question: issues collectives through the group that it is given, the same ones on every rank.
+
+        Collective: those of the question; none once peers are lost.
+        """
+        if not self.peers_lost:
+            try:
+                return question(self)
+            except PeersLostError:
+                pass
+        return question(self.single_rank())
 
     def any_of(self, *flags: bool) -> list[bool]:
-        """Each flag OR-ed over all ranks. Collective: one MAX all-reduce on the fault group."""
-        if self.fault_group is None:
-            return list(flags)
-        payload = torch.tensor(flags, dtype=torch.int64, device="cpu")
-        dist.all_reduce(payload, op=dist.ReduceOp.MAX, group=self.fault_group)
-        return [bool(word) for word in payload.tolist()]
+        """Each flag OR-ed over all ranks. Collective: one MAX all-reduce of 8 bytes per flag (fault group)."""
+        return self.ask(lambda ranks: [bool(word) for word in ranks.reduce([int(f) for f in flags], dist.ReduceOp.MAX)])
 
-    def exchange_sites(self, fault: RankFault, step: int) -> JobFault:
-        """Find the earliest sites over all ranks.
+    def barrier(self) -> bool:
+        """Wait for all peers, at most ``timeout_s``; whether they came. Collective: one all-reduce (fault group)."""
+        try:
+            self._min(0)
+        except PeersLostError:
+            return False
+        return True
 
-        Collective: at most `MAX_SITES` MIN all-reduces of 8 bytes and one SUM all-reduce of the details for sites, the
-        same for names, and one
-        all-reduce of two bytes per rank, all on the fault group. Nothing is gathered.
-        """
-        keyed = [(ranked.key(self.index, step), ranked.site) for ranked in fault.sites[:MAX_SITES]]
-        sites = [_site_from(text) for text in self._earliest([(k, _site_text(s)) for k, s in keyed], _SITE_BYTES)]
-        names = [(order << 20 | self.index, name) for order, name in enumerate(fault.nonfinite_state[:MAX_SITES])]
-        nonfinite_state = self._earliest(names, _NAME_BYTES)
-        warn_role = [(order << 20 | self.index, text) for order, text in enumerate(fault.unchecked[:MAX_SITES])]
-        unchecked = self._earliest(warn_role, _SITE_BYTES)
-        holders, affected = self.ranks_where(
-            fault.holds_reduced, any(not ranked.low_confidence for ranked in fault.sites)
-        )
-        return JobFault(
-            sites=tuple(site for site in sites if site is not None),
-            nonfinite_state=tuple(dict.fromkeys(nonfinite_state)),
-            holders=tuple(holders[:MAX_RANKS_LISTED]),
-            affected=tuple(affected[:MAX_RANKS_LISTED]),
-            num_affected=len(affected),
-            unchecked=tuple(dict.fromkeys(unchecked)),
-        )
-
-    def _earliest(self, mine: list[tuple[int, str]], row_bytes: int) -> list[str]:
-        """The texts of the smallest keys over all ranks, each once, in order of their keys."""
-        waiting = sorted(mine)
-        owned: list[str | None] = []
-        while len(owned) < MAX_SITES:
-            head = waiting[0][0] if waiting else _NO_KEY
-            smallest = self._min(head)
-            if smallest == _NO_KEY:
-                break
-            owned.append(waiting.pop(0)[1] if head == smallest else None)
-        rows = torch.zeros(len(owned), row_bytes, dtype=torch.uint8, device="cpu")
-        for row, text in zip(rows, owned, strict=True):
-            if text is not None:
-                encoded = text.encode()[:row_bytes]
-                row[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-        if self.fault_group is not None and owned:
-            dist.all_reduce(rows, group=self.fault_group)
-        return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
-
-    def _min(self, value: int) -> int:
-        word = torch.tensor([value], dtype=torch.int64, device="cpu")
-        if self.fault_group is not None:
-            dist.all_reduce(word, op=dist.ReduceOp.MIN, group=self.fault_group)
-        return int(word)
-
-    def ranks_where(self, *flags: bool) -> list[list[int]]:
-        """Per flag, the ranks that raise it. Collective: one SUM all-reduce of a byte per flag and rank."""
-        marks = torch.zeros(len(flags), self.world_size, dtype=torch.uint8, device="cpu")
-        marks[:, self.index] = torch.tensor(flags, dtype=torch.uint8, device="cpu")
-        if self.fault_group is not None:
-            dist.all_reduce(marks, group=self.fault_group)
-        return [[self.members[index] for index in row.nonzero().flatten().tolist()] for row in marks]
-
-    # -- at construction, and at the end -----------------------------------------------------------------------------
+    # -- construction: a lost peer is an error -------------------------------------------------------------------------
 
     def require_no_problem(self, problem: str | None) -> None:
         """What does not fit on one rank stops the construction on all.
 
         Raises:
             ValueError: on every rank, with the text of the first rank that has a problem.
+            PeersLostError: a rank is gone.
 
         Collective: one MIN all-reduce, and one SUM all-reduce of 8 KiB if there is a problem, on the fault group.
         """
@@ -168,65 +156,102 @@ class RankGroup:
         if found is not None:
             raise ValueError(found)
 
-    def first_problem(self, problem: str | None) -> str | None:
-        """The text of the first rank that has a problem, with its number; the same on every rank, None where none has.
-
-        Collective: as `require_no_problem`.
-        """
-        origin_rank = self._min(self.index if problem is not None else _NO_KEY)
-        if origin_rank == _NO_KEY:
-            return None
-        text = self.text_of(origin_rank == self.index, problem or "")
-        return text if self.world_size == 1 else f"rank {self.members[origin_rank]}: {text}"
-
     def require_equal_options(self, options: dict[str, object]) -> None:
         """Every rank must have the same options.
 
         Raises:
             ValueError: on every rank, naming the option, the first rank that differs and both values.
+            PeersLostError: a rank is gone.
 
-        Collective: one broadcast, one MIN all-reduce and one SUM all-reduce of at most 8 KiB on the fault group.
+        Collective: two SUM all-reduces of 8 KiB and one MIN all-reduce of 8 bytes at most, on the fault group.
         """
         if self.fault_group is None:
             return
-        first = json.loads(self.text_of(self.index == 0, json.dumps(options, sort_keys=True)))
-        difference = _first_difference(first, json.loads(json.dumps(options, sort_keys=True)))
-        origin_rank = self._min(self.index if difference else _NO_KEY)
-        if origin_rank == _NO_KEY:
+        mine = json.dumps(options, sort_keys=True)
+        first = json.loads(self.text_of(self.index == 0, mine))
+        difference = _first_difference(first, json.loads(mine))
+        index = self._min(self.index if difference else _NO_KEY)
+        if index == _NO_KEY:
             return
-        text = self.text_of(self.index == origin_rank, difference or "")
+        text = self.text_of(self.index == index, difference or "")
         raise ValueError(
-            f"ranks disagree about an option: rank {self.members[0]} and rank {self.members[origin_rank]}: {text}"
+            f"ranks disagree about an option: rank {self.members[0]} and rank {self.members[index]}: {text}"
         )
 
+    # -- what questions are made of; a lost peer is a PeersLostError ---------------------------------------------------
+
+    def earliest_texts(self, mine: list[tuple[int, str]], max_texts: int, row_bytes: int) -> list[str]:
+        """The texts of the smallest keys over all ranks, each once, in order of their keys.
+
+        Args:
+            mine: keys, which no other rank has, and this rank's texts.
+            max_texts: how many are wanted.
+            row_bytes: longer texts are cut.
+
+        Collective: at most ``max_texts + 1`` MIN all-reduces of 8 bytes and one SUM all-reduce of the texts.
+        """
+        waiting = sorted(mine)
+        owned: list[str | None] = []
+        while len(owned) < max_texts:
+            head = waiting[0][0] if waiting else _NO_KEY
+            smallest = self._min(head)
+            if smallest == _NO_KEY:
+                break
+            owned.append(waiting.pop(0)[1] if head == smallest else None)
+        return self.sum_of_rows(owned, row_bytes) if owned else []
+
+    def sum_of_rows(self, texts: list[str | None], row_bytes: int) -> list[str]:
+        """Texts of which each is given by one rank, None by the others. Collective: one SUM all-reduce of all rows."""
+        rows = torch.zeros(len(texts), row_bytes, dtype=torch.uint8, device="cpu")
+        for row, text in zip(rows, texts, strict=True):
+            encoded = (text or "").encode()[:row_bytes]
+            if encoded:
+                row[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        self._all_reduce(rows, dist.ReduceOp.SUM)
+        return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
+
+    def reduce(self, values: list[int], op: dist.ReduceOp.RedOpType) -> list[int]:
+        """Element-wise reduction of a few integers. Collective: one all-reduce of 8 bytes per value."""
+        words = torch.tensor(values, dtype=torch.int64, device="cpu")
+        self._all_reduce(words, op)
+        return [int(word) for word in words.tolist()]
+
+    def ranks_where(self, *flags: bool) -> list[list[int]]:
+        """Per flag, the ranks that raise it. Collective: one SUM all-reduce of a byte per flag and rank."""
+        marks = torch.zeros(len(flags), self.world_size, dtype=torch.uint8, device="cpu")
+        marks[:, self.index] = torch.tensor(flags, dtype=torch.uint8, device="cpu")
+        self._all_reduce(marks, dist.ReduceOp.SUM)
+        return [[self.members[index] for index in row.nonzero().flatten().tolist()] for row in marks]
+
     def text_of(self, is_mine: bool, text: str) -> str:
-        """The text of the one rank that says ``is_mine``. Collective: one SUM all-reduce of 8 KiB (fault group)."""
-        row = torch.zeros(_OPTION_BYTES, dtype=torch.uint8, device="cpu")
-        encoded = text.encode()[:_OPTION_BYTES]
-        if is_mine and encoded:
-            row[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-        if self.fault_group is not None:
-            dist.all_reduce(row, group=self.fault_group)
-        return bytes(row.tolist()).rstrip(b"\0").decode(errors="replace")
+        """The text of the one rank that says ``is_mine``. Collective: one SUM all-reduce of 8 KiB."""
+        return self.sum_of_rows([text if is_mine else None], _TEXT_BYTES)[0]
 
-    def barrier(self) -> bool:
-        """Wait for all peers, at most ``timeout_s``; whether they came. Collective: one all-reduce (fault group)."""
+    def first_problem(self, problem: str | None) -> str | None:
+        """The text of the first rank that has a problem, with its number; the same on every rank, None where none has.
+
+        Collective: one MIN all-reduce of 8 bytes, and one SUM all-reduce of 8 KiB if there is a problem.
+        """
+        index = self._min(self.index if problem is not None else _NO_KEY)
+        if index == _NO_KEY:
+            return None
+        text = self.text_of(index == self.index, problem or "")
+        return text if self.world_size == 1 else f"rank {self.members[index]}: {text}"
+
+    def _min(self, value: int) -> int:
+        return self.reduce([value], dist.ReduceOp.MIN)[0]
+
+    def _all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> None:
         if self.fault_group is None:
-            return True
+            return
         try:
-            self._min(0)
-        except RuntimeError:
-            return False
-        return True
-
-    def close(self) -> None:
-        """Give the fault group up; it stays for the next guard over the same ranks."""
-        self.fault_group = None
+            dist.all_reduce(tensor, op=op, group=self.fault_group)
+        except RuntimeError as error:
+            self.peers_lost = True
+            raise PeersLostError((str(error).splitlines() or [type(error).__name__])[0]) from error
 
 
 _guards_made: dict[tuple[int, ...], int] = {}
-
-
 _groups: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 

@@ -1,11 +1,10 @@
-"""The one collective of a clean step, and the fault round.
+"""The verdict: the one collective of a clean step.
 
-[Note: severity]
-Each rank turns its slots into one integer on the device; the verdict is the MAX over ranks. Integers, because NaN is
-lost in a MAX over floats
-(and which rank holds it decides whether). Only when the verdict is not clean do ranks talk about details, on a CPU
-group of its own with a timeout of its own, so that neither a watchdog of the training group nor a dead peer takes the
-evidence along.
+[Note: the verdict]
+Each rank turns its slots into one integer on the device (`probes.severity`); the verdict is the MAX over ranks.
+Integers, because NaN is lost in a MAX over floats, and which rank holds it decides whether. Only where the verdict is
+not clean do ranks talk about details, on a CPU group of its own with a timeout of its own (`RankGroup.fault_group`), so
+that neither a watchdog of the training group nor a dead peer takes the evidence along.
 """
 
 from __future__ import annotations
@@ -15,14 +14,20 @@ from torch import Tensor
 
 from ddp_nanguard.probes.severity import Severity
 
-_SHARE_BITS = 31
+_COST_BITS = 31
+
+
+def packed(severity: Tensor, ran_backward: bool, probe_cost_ppm: int) -> Tensor:
+    """What a rank sends: int64, shape (2,), of which the MAX over ranks is the verdict."""
+    second = int(ran_backward) << _COST_BITS | probe_cost_ppm
+    return torch.stack((severity, torch.full_like(severity, second)))
 
 
 class Verdict:
     """A verdict, still on the device.
 
     Args:
-        payload: int64, shape (2,).
+        payload: the MAX of what `packed` gave on each rank.
     """
 
     def __init__(self, payload: Tensor) -> None:
@@ -33,7 +38,7 @@ class Verdict:
     def as_found_inf(self, severity: int) -> Tensor:
         """1.0 where the verdict is as severe, else 0.0; float32, shape (), on the device.
 
-        The words set out for the host, to be read later without a wait. Host sync: none.
+        A copy of the payload sets out for the host, to be read later without a wait. Host sync: none.
         """
         if self._payload.is_cuda:
             self._host = torch.empty_like(self._payload, device="cpu", pin_memory=True)
@@ -43,8 +48,8 @@ class Verdict:
         return (self._payload[0] >= severity).to(torch.float32)
 
     def read(self) -> tuple[Severity, bool, int]:
-        """Severity, whether any rank ran a backward, and the largest share. Host sync: one read."""
+        """Severity, whether any rank ran a backward, and the largest cost of probes in ppm. Host sync: one read."""
         if self._arrival is not None:
             self._arrival.synchronize()
-        worst, most = (self._payload if self._host is None else self._host).tolist()
-        return Severity(worst), bool(most >> _SHARE_BITS), most & ((1 << _SHARE_BITS) - 1)
+        worst, second = (self._payload if self._host is None else self._host).tolist()
+        return Severity(worst), bool(second >> _COST_BITS), second & ((1 << _COST_BITS) - 1)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ddp_nanguard.blame.inspect import RankFindings
+from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.context import GuardContext
 from ddp_nanguard.diagnosis.rules.report_rules import ReportFacts, reason_of
 from ddp_nanguard.report.types import FaultReport, Phase
@@ -18,54 +19,50 @@ _log = logging.getLogger(__name__)
 MAX_TEXT = 600
 
 
-def explained(context: GuardContext, findings: RankFindings, report: FaultReport, cause: str) -> FaultReport:
+def explained(
+    context: GuardContext, record: StepRecord, findings: RankFindings, report: FaultReport, cause: str
+) -> FaultReport:
     """The report with the reason in its ``cause``, where a rule has one without running anything; never an exception.
 
     Args:
         context: of the guard.
-        findings: what this rank saw.
+        record: of the step.
+        findings: what this rank found.
         report: what all ranks say.
         cause: what is known beside the reason, and said after it.
 
-    Collective: `Peers.text_of` on the fault group, where the report has an origin on a rank. Host sync: many.
+    Collective: `RankGroup.text_of` on the fault group, where the report has an origin on a rank. Host sync: many.
     """
     origin = report.origin
     if origin is None or origin.rank is None or report.cause.startswith("scale collapse"):
         return report
     is_mine = origin.rank == context.ranks.rank
-    text = _shared(context, is_mine, _answer(context, findings, report) if is_mine else "")
+    answer = _answer(context, record, findings, report) if is_mine else ""
+    text = context.ranks.ask(lambda ranks: ranks.text_of(is_mine, answer))
     return replace(report, cause=f"{text}; {cause}" if cause else text) if text else report
 
 
-def _shared(context: GuardContext, is_mine: bool, text: str) -> str:
+def _answer(context: GuardContext, record: StepRecord, findings: RankFindings, report: FaultReport) -> str:
     try:
-        return (context.ranks.single_rank() if context.ranks.peers_lost else context.ranks).text_of(is_mine, text)
-    except RuntimeError:
-        context.ranks.peers_lost = True
-        return text
-
-
-def _answer(context: GuardContext, findings: RankFindings, report: FaultReport) -> str:
-    try:
-        found = reason_of(_known(context, findings, report))
+        found = reason_of(_known(context, record, findings, report))
     except Exception as error:  # a defect here must not replace the fault that is to be told
         _log.debug("no reason: %s: %s", type(error).__name__, error)
         return ""
     return "" if found is None else found.text[:MAX_TEXT]
 
 
-def _known(context: GuardContext, findings: RankFindings, report: FaultReport) -> ReportFacts:
+def _known(context: GuardContext, record: StepRecord, findings: RankFindings, report: FaultReport) -> ReportFacts:
     """What the rules for this phase look at."""
     assert report.origin is not None
     match report.origin.phase:
         case Phase.FORWARD | Phase.LOSS | Phase.BACKWARD:
             return ReportFacts(report, histories={context.ranks.rank: history_of(context, findings.slot_stats)})
         case Phase.INPUT:
-            return ReportFacts(report, batch=_batch(context, report.origin.micro_batch))
+            return ReportFacts(report, batch=_batch(record, report.origin.micro_batch))
         case Phase.OPTIMIZER:
             return ReportFacts(report, optimizers=plain_optimizers(context), dtypes=dtypes_of(context))
     return ReportFacts(report)
 
 
-def _batch(context: GuardContext, micro_batch: int | None) -> Any:
-    return next((m.batch for m in context.window.micro_batches if m.index == micro_batch), None)
+def _batch(record: StepRecord, micro_batch: int | None) -> Any:
+    return next((m.batch for m in record.window.micro_batches if m.index == micro_batch), None)

@@ -6,22 +6,21 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ddp_nanguard.blame.inspect import RankFindings
-from ddp_nanguard.capture.record import Previous
+from ddp_nanguard.blame.report import not_checked
+from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.capture.window import MicroBatch
 from ddp_nanguard.context import GuardContext
 from ddp_nanguard.dump.request import DumpRequest
-from ddp_nanguard.inject import injector
-from ddp_nanguard.probes.coverage import unchecked
+from ddp_nanguard.inject.injection import fired_injections
 from ddp_nanguard.probes.gradient import GradientSource
 from ddp_nanguard.probes.labels import labelled_slots
 from ddp_nanguard.probes.slots import SlotRole, SlotStats
@@ -32,75 +31,41 @@ from ddp_nanguard.tensors.shards import TensorShard
 from ddp_nanguard.wrappers.weights import _add, weights
 
 
-@dataclass(frozen=True)
-class Moment:
-    """The step that is to be replayed.
-
-    Attributes:
-        window: its micro-batches.
-        buffers: from before it.
-        slot_stats: its slots.
-        reduced_in: micro-batches after which gradients were communicated.
-        gradients: parameter and gradient by name, for the replay of an update; empty otherwise.
-    """
-
-    window: list[MicroBatch]
-    buffers: dict[str, Tensor]
-    slot_stats: list[SlotStats]
-    reduced_in: set[int]
-    gradients: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-
-
-def present(context: GuardContext, findings: RankFindings) -> Moment:
-    """The window that is open."""
-    window = context.window
-    return Moment(window.micro_batches, window.buffers(), findings.slot_stats, context.reduced_in)
-
-
-def before_update(context: GuardContext, previous: Previous) -> Moment:
-    """The window of the last update, which ``keep_previous`` has put back."""
-    slot_stats = [past.slot_stats() for past in context.slots.past() if past.step == previous.step]
-    slots = slot_stats[0] if slot_stats else []
-    return Moment(previous.window, previous.buffers, slots, previous.reduced_in, previous.gradients)
-
-
-def dump_request(
-    context: GuardContext, report: FaultReport, findings: RankFindings, moment: Moment, group: dist.ProcessGroup | None
-) -> DumpRequest:
+def dump_request(context: GuardContext, record: StepRecord, findings: RankFindings, report: FaultReport) -> DumpRequest:
     """Everything of this rank that replay needs. Host sync: many; fault path only.
 
     Args:
         context: of the guard.
+        record: the step to replay.
+        findings: what this rank found.
         report: what all ranks say.
-        findings: what this rank saw.
-        moment: the step to replay.
-        group: the fault group; None where peers are lost.
     """
     state, special = _state(context)
-    for name, (parameter, gradient) in moment.gradients.items():
+    for name, (parameter, gradient) in record.gradients.items():
         cut = partial(context.wrapper.shards, "grad.", name, parameter, gradient)
         _add(state, special, f"grad.{name}", gradient, cut)
-    for micro_batch in moment.window:
-        micro_batch.scaler = context.scaler.state(context.is_late) if context.scaler is not None else None
+    window = record.window.micro_batches
+    for micro_batch in window:
+        micro_batch.scaler = record.scaler_state()
     return DumpRequest(
         report=report,
         rank=context.ranks.rank,
         world_size=context.ranks.world_size,
-        group=group,
+        group=None if context.ranks.peers_lost else context.ranks.fault_group,
         config=context.config,
         wrapper=context.wrapper.describe(),
         state=state,
         shapes=_shapes(context, state),
         aliases=_aliases(context),
-        plain_state=plain_state(context),
+        plain_state=plain_state(context, record),
         special=special,
         shard_index=context.wrapper.shard_index,
         num_shards=context.wrapper.num_shards,
         replica_index=context.wrapper.replica_index,
-        evidence=_evidence(context, findings, report, moment),
-        window=[_redacted(m) for m in moment.window] if context.config.redact else moment.window,
-        buffers={**dict(context.wrapper.named_buffers()), **moment.buffers},
-        history=history_of(context, moment.slot_stats),
+        evidence=_evidence(context, record, findings, report),
+        window=[_redacted(m) for m in window] if context.config.redact else window,
+        buffers={**dict(context.wrapper.named_buffers()), **record.window.buffers()},
+        history=history_of(context, record.slots.slot_stats()),
         recipe=context.recipe,
         damaged={f"model.{name}" for name in findings.nonfinite_state.lasting()},
         run_id=run_id(),
@@ -168,11 +133,11 @@ def _aliases(context: GuardContext) -> dict[str, str]:
     return {f"model.{alias}": f"model.{name}" for alias, name in context.wrapper.aliases().items()}
 
 
-def plain_state(context: GuardContext) -> dict[str, Any]:
+def plain_state(context: GuardContext, record: StepRecord) -> dict[str, Any]:
     """Everything of optimizers, scaler and registered objects that is no tensor of ``state/``."""
     return {
         "optimizers": plain_optimizers(context),
-        "scaler": context.scaler.state(context.is_late) if context.scaler is not None else None,
+        "scaler": record.scaler_state(),
         "registered": {
             name: thing.state_dict()
             for name, thing in context.registered.items()
@@ -202,7 +167,7 @@ def _plain_optimizer(context: GuardContext, optimizer: torch.optim.Optimizer) ->
     }
 
 
-def _evidence(context: GuardContext, findings: RankFindings, report: FaultReport, moment: Moment) -> dict[str, Any]:
+def _evidence(context: GuardContext, record: StepRecord, findings: RankFindings, report: FaultReport) -> dict[str, Any]:
     device = context.ranks.device
     return {
         "rank": context.ranks.rank,
@@ -211,17 +176,17 @@ def _evidence(context: GuardContext, findings: RankFindings, report: FaultReport
         "budget_level": context.budget.level_index,
         "compiled": context.forward.compiled_layers(),
         "known_nonfinite": sorted(list(habit) for habit in findings.known_nonfinite),
-        "reduced_micro_batches": sorted(moment.reduced_in),
-        "hyper_parameters": {name: json_safe(float(value)) for name, value in context.state.hyper_parameters()},
+        "reduced_micro_batches": sorted(record.window.reduced_micro_batches),
+        "hyper_parameters": {name: json_safe(float(value)) for name, value in record.hyper_parameters},
         "eval_modules": [name for name, module in context.wrapper.named_modules() if not module.training],
         "frozen_parameters": [name for name, p in context.wrapper.named_parameters() if not p.requires_grad],
         "damaged": findings.nonfinite_state.names(),
-        "unchecked": unchecked(context),
-        "injected": injector.injected_specs(context),
+        "unchecked": not_checked(context, record, findings),
+        "injected": fired_injections(context.wrapper.root),
         "host": socket.gethostname(),
         "device": device_text(device),
         "dtypes": dtypes_of(context),
-        "scaler": json_safe(context.scaler.state(context.is_late)) if context.scaler is not None else None,
+        "scaler": json_safe(record.scaler_state()),
     }
 
 

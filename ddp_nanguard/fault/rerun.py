@@ -13,20 +13,18 @@ import logging
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddp_nanguard.capture import rng
 from ddp_nanguard.capture.window import MicroBatch
 from ddp_nanguard.context import GuardContext
 from ddp_nanguard.diagnosis.rules.report_rules import ReportFacts, finite_in_place
+from ddp_nanguard.distributed.group import RankGroup
 from ddp_nanguard.dump.request import DumpRequest
 from ddp_nanguard.errors import DumpError
+from ddp_nanguard.replay.in_place import InPlaceReplay
+from ddp_nanguard.replay.outcome import Result
 from ddp_nanguard.report.types import MAX_RANKS_LISTED, FaultReport, Phase, SecondRun
-
-if TYPE_CHECKING:
-    from ddp_nanguard.distributed.group import RankGroup
-    from ddp_nanguard.replay.in_place import InPlaceReplay
-    from ddp_nanguard.replay.outcome import Result
 
 _log = logging.getLogger(__name__)
 
@@ -85,10 +83,6 @@ def _with(report: FaultReport, second: SecondRun) -> FaultReport:
 
 
 def _run_all(context: GuardContext, request: DumpRequest, window: list[MicroBatch]) -> tuple[_Own, SecondRun]:
-    from ddp_nanguard.replay.in_place import (
-        InPlaceReplay,  # the replay is made of the guard, so this goes against the layers; faults only
-    )
-
     why_not_replayable, live = _why_not(request.report), None
     if why_not_replayable is None:
         live, problem = _attempt(lambda: InPlaceReplay(context, request, window))

@@ -20,42 +20,95 @@ from .weak import WeakHook
 _log = logging.getLogger(__name__)
 
 
-class Guard(Protocol):
-    """What happens in a step, in order; `NanGuard` tells the story."""
+class StepEvents(Protocol):
+    """What happens in a training loop, in order; `StepMonitor` tells the story."""
 
-    def _is_watching(self) -> bool: ...
+    @property
+    def is_watching(self) -> bool:
+        """Whether anything is looked at."""
 
-    def _has_open_window(self) -> bool: ...
+    def has_open_window(self) -> bool:
+        """Whether a micro-batch is open."""
 
-    def _begin_micro_batch(self, batch: Any) -> Any: ...
+    def begin_micro_batch(self, batch: Any) -> Any:
+        """The loader has produced an item; what is returned goes to the loop."""
 
-    def _before_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
+    def before_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The model is about to run."""
 
-    def _after_model(self, output: Any) -> None: ...
+    def after_model(self, output: Any) -> None:
+        """The model has run."""
 
-    def _before_update(self, optimizer: torch.optim.Optimizer) -> bool: ...
+    def is_inside_scaler(self) -> bool:
+        """Whether ``scaler.step`` is running, whose entry has been judged."""
 
-    def _begin_update(self, optimizer: torch.optim.Optimizer) -> None: ...
+    def before_update(self, optimizer: torch.optim.Optimizer) -> bool:
+        """``optimizer.step`` is entered: may the update go ahead?"""
 
-    def _after_update(self, optimizer: torch.optim.Optimizer) -> None: ...
+    def begin_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """The update is about to use its gradients."""
 
-    def _is_inside_scaler(self) -> bool: ...
+    def after_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """The weights have changed."""
 
-    def _count_step(self) -> None: ...
+
+class LoopHooks:
+    """Hooks around the whole model and around ``optimizer.step``.
+
+    Args:
+        events: told of what happens; held weakly by the hooks.
+        model: what the loop calls, wrapper included.
+        optimizers: of the loop.
+    """
+
+    def __init__(self, events: StepEvents, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+        self._events: Callable[[], Any] = weakref.ref(events)
+        self._model = model
+        self._optimizers = optimizers
+        self._on_optimizers: list[Any] = []
+        self._on_model: list[Any] = []
+
+    def hook_optimizers(self) -> None:
+        """Hooks before and after each ``step``."""
+        for optimizer in self._optimizers:
+            self._on_optimizers.append(optimizer.register_step_pre_hook(BeforeStepHook(self._events())))
+            self._on_optimizers.append(optimizer.register_step_post_hook(AfterStepHook(self._events())))
+
+    def hook_model(self, before_others: bool, sees_output: bool) -> None:
+        """A hook before the model and, where asked for, one after it; those that were there go.
+
+        Args:
+            before_others: put before the hooks that the model carries already.
+            sees_output: whether its output is to be reported.
+        """
+        for handle in self._on_model:
+            handle.remove()
+        is_compiled = getattr(self._model, "_compiled_call_impl", None) is not None
+        entry, leaving = (UncompiledEntryHook, UncompiledExitHook) if is_compiled else (EntryHook, ExitHook)
+        register = self._model.register_forward_pre_hook
+        self._on_model = [register(entry(self._events()), with_kwargs=True, prepend=before_others)]
+        if sees_output:
+            self._on_model.append(self._model.register_forward_hook(leaving(self._events())))
+
+    def remove(self) -> None:
+        """Every hook off."""
+        for handle in (*self._on_optimizers, *self._on_model):
+            handle.remove()
+        self._on_optimizers, self._on_model = [], []
 
 
 class Steps:
     """A loader whose items begin micro-batches."""
 
-    def __init__(self, loader: Iterable[Any], guard: Guard) -> None:
+    def __init__(self, loader: Iterable[Any], events: StepEvents) -> None:
         self._loader = loader
-        self._guard = guard
+        self._events = events
 
     def __iter__(self) -> Iterator[Any]:
         self._warn_of_open_window()
         for batch in self._loader:
-            if self._guard._is_watching():
-                batch = self._guard._begin_micro_batch(batch)
+            if self._events.is_watching:
+                batch = self._events.begin_micro_batch(batch)
             yield batch
 
     def __len__(self) -> int:
@@ -64,7 +117,7 @@ class Steps:
         return len(self._loader)
 
     def _warn_of_open_window(self) -> None:
-        if self._guard._is_watching() and self._guard._has_open_window() and not _warned:
+        if self._events.is_watching and self._events.has_open_window() and not _warned:
             _warned.append(True)
             _log.warning("a window was still open when the loader began again: it goes on, its micro-batches count on")
 
@@ -77,9 +130,9 @@ class EntryHook(WeakHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The model is about to be called."""
-        guard = self.target()
-        if guard is not None and not torch.compiler.is_compiling():
-            guard._before_model(args, kwargs)
+        events = self.target()
+        if events is not None and not torch.compiler.is_compiling():
+            events.before_model(args, kwargs)
 
 
 class UncompiledEntryHook(EntryHook):
@@ -94,9 +147,9 @@ class ExitHook(WeakHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """The model has been called."""
-        guard = self.target()
-        if guard is not None and not torch.compiler.is_compiling():
-            guard._after_model(output)
+        events = self.target()
+        if events is not None and not torch.compiler.is_compiling():
+            events.after_model(output)
 
 
 class UncompiledExitHook(ExitHook):
@@ -107,27 +160,27 @@ class UncompiledExitHook(ExitHook):
 
 
 class BeforeStepHook(WeakHook):
-    """Before ``optimizer.step``; a closure is wrapped, so that the verdict falls when it has returned."""
+    """Before ``optimizer.step``; a closure is wrapped, so that the verdict is given when it has returned."""
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """The optimizer is about to step."""
-        guard = self.target()
-        if guard is None:
+        events = self.target()
+        if events is None:
             return None
         if in_backward():
             raise ValueError(
                 f"{type(optimizer).__name__}.step() inside the backward leaves no moment before the update for a "
                 "verdict; step after the backward, or set enabled=False"
             )
-        if guard._is_inside_scaler():
-            guard._begin_update(optimizer)
+        if events.is_inside_scaler():
+            events.begin_update(optimizer)
             return None
         closure = _closure_of(args, kwargs)
         if closure is None:
-            guard._before_update(optimizer)
-            guard._begin_update(optimizer)
+            events.before_update(optimizer)
+            events.begin_update(optimizer)
             return None
-        wrapped = _JudgedClosure(guard, optimizer, closure)
+        wrapped = _JudgedClosure(events, optimizer, closure)
         if "closure" in kwargs:
             return args, {**kwargs, "closure": wrapped}
         return (args[0], wrapped, *args[2:]), kwargs
@@ -138,9 +191,9 @@ class AfterStepHook(WeakHook):
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """The optimizer has stepped."""
-        guard = self.target()
-        if guard is not None:
-            guard._after_update(optimizer)
+        events = self.target()
+        if events is not None:
+            events.after_update(optimizer)
 
 
 class CountHook(WeakHook):
@@ -148,23 +201,23 @@ class CountHook(WeakHook):
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """The optimizer has stepped."""
-        guard = self.target()
-        if guard is not None:
-            guard._count_step()
+        events = self.target()
+        if events is not None:
+            events.count_step()
 
 
 class _JudgedClosure:
-    def __init__(self, guard: Guard, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> None:
-        self._guard = weakref.ref(guard)
+    def __init__(self, events: StepEvents, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> None:
+        self._events = weakref.ref(events)
         self._optimizer = optimizer
         self._closure = closure
 
     def __call__(self) -> Any:
         result = self._closure()
-        guard = self._guard()
-        if guard is not None:
-            guard._before_update(self._optimizer)
-            guard._begin_update(self._optimizer)
+        events = self._events()
+        if events is not None:
+            events.before_update(self._optimizer)
+            events.begin_update(self._optimizer)
         return result
 
 

@@ -1,10 +1,4 @@
-"""How a fault is planted: hooks on the user's model and optimizer, on one rank only, never a write into the guard.
-
-[Note: planted by division]
-A value of the forward or the backward is spoilt by an operator with finite inputs, a division by zero, so that a trace
-finds the operator as it would find the user's own. Of a value of the forward the first element is hit, the others keep
-their bits. Of a gradient, and of a weight before the step, every element is: one alone may meet a ReLU that was off, or
-a row of an embedding that nobody asks for.
+"""How a fault is injected: hooks on the user's model and optimizer, on one rank only, never a write into the guard.
 
 [Note: hooks before the guard's]
 Every hook here is put before those that are there already, so that it does not matter whether the guard or the fault
@@ -15,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,71 +18,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddp_nanguard.hooks.autograd import in_backward
 from ddp_nanguard.hooks.weak import WeakHook
-from ddp_nanguard.tensors.containers import copy_containers, tensors_in
-from ddp_nanguard.tensors.minmax import is_plain
+from ddp_nanguard.report.types import Phase
+from ddp_nanguard.tensors.containers import tensors_in
 from ddp_nanguard.wrappers import wrapper_of
 
+from .corrupt import CorruptedGradient, corrupt_all, corrupt_first, corrupted, with_first_corrupted
+from .injection import Injection
 from .parameters import held_parts, own_parameters, part_of
-
-if TYPE_CHECKING:
-    from .injection import Injection
-
-_NUMERATORS = {"nan": 0.0, "inf": 1.0, "-inf": -1.0}
-
-
-def corrupted(tensor: Tensor, kind: str, everywhere: bool = False) -> Tensor:
-    """``tensor`` with its first element made non-finite, see [Note: planted by division]; differentiable."""
-    with torch.no_grad():
-        numerator, denominator = torch.zeros_like(tensor), torch.ones_like(tensor)
-        first = ... if everywhere else (0,) * tensor.dim()
-        numerator[first], denominator[first] = _NUMERATORS[kind], 0.0
-        addend = numerator / denominator
-    return tensor + addend
-
-
-class CorruptedGradient(torch.autograd.Function):
-    """Identity whose gradient is spoilt on its way back."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, kind: str, mark_fired: Callable[[], None]) -> Tensor:
-        """A copy, so that the code after it may change it in place."""
-        ctx.kind, ctx.mark_fired = kind, mark_fired
-        return values.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """The gradient of the values, spoilt."""
-        ctx.mark_fired()
-        return corrupted(gradient, ctx.kind, everywhere=True), None, None
-
-
-def with_first_corrupted(value: Any, corrupt: Callable[[Tensor], Tensor]) -> tuple[Any, bool]:
-    """``value``, copied, with the first floating tensor in it replaced; whether there was one."""
-    first = next((tensor for tensor in tensors_in(value) if is_plain(tensor)), None)
-    done = False
-
-    def keep(tensor: Tensor) -> Tensor:
-        nonlocal done
-        if tensor is not first or done:
-            return tensor
-        done = True
-        return corrupt(tensor)
-
-    copied = copy_containers(value, keep) if first is not None else value
-    return copied, done
-
-
-@torch.no_grad()
-def corrupt_first(tensor: Tensor, kind: str) -> None:
-    """Spoil the first element of a plain tensor in place."""
-    tensor[(0,) * tensor.dim()] = float(kind)
-
-
-@torch.no_grad()
-def corrupt_all(tensor: Tensor, kind: str) -> None:
-    """Spoil a plain tensor in place."""
-    tensor.fill_(float(kind))
-
 
 # -- hooks, by phase -------------------------------------------------------------------------------------------------
 
@@ -97,14 +33,14 @@ def attach(injection: Injection, model: nn.Module, layer: nn.Module | None) -> l
     """Put the hooks of an injection on; handles with ``remove()``."""
     handles: list[Any] = [model.register_forward_pre_hook(_Entry(injection), with_kwargs=True, prepend=True)]
     phase = injection.spec.phase
-    if phase in ("forward", "backward"):
+    if phase in (Phase.FORWARD, Phase.BACKWARD):
         assert layer is not None
         handles.append(layer.register_forward_hook(_Output(injection), prepend=True))
-    elif phase == "reduce":
+    elif phase == Phase.REDUCE:
         handles.append(_AfterReduce(injection))
         handles.append(model.register_forward_hook(_Exit(handles[-1]), always_call=True))
         injection.on_model = handles[-2].arm
-    elif phase == "optimizer":
+    elif phase == Phase.OPTIMIZER:
         handles.append(_AfterUpdate(injection))
     return handles
 
@@ -119,9 +55,9 @@ class _Entry(WeakHook):
         injection.enter()
         if not injection.active or injection.num_fired:
             return None
-        if injection.spec.phase == "state":
+        if injection.spec.phase == Phase.STATE:
             _write_state(injection)
-        if injection.spec.phase == "input" and not injection.step_counter.has_loader():
+        if injection.spec.phase == Phase.INPUT and not injection.step_counter().has_loader():
             found, done = with_first_corrupted(
                 (args, kwargs), lambda tensor: corrupted(tensor.detach(), injection.spec.kind)
             )
@@ -141,14 +77,14 @@ def _write_state(injection: Injection) -> None:
 
 
 class _Output(WeakHook):
-    """After the layer, before anybody has seen what it gives. A recomputation of checkpointing is spoilt alike."""
+    """After the layer, before anybody has seen what it gives. A recomputation of checkpointing is corrupted alike."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         injection: Injection | None = self.target()
         if injection is None or torch.compiler.is_compiling() or not injection.is_first_call(in_backward()):
             return None
         spec = injection.spec
-        if spec.phase == "forward":
+        if spec.phase == Phase.FORWARD:
             found, done = with_first_corrupted(output, lambda tensor: corrupted(tensor, spec.kind))
             injection.note(done, "the layer gives no floating tensor")
             return found if done else None
@@ -171,7 +107,7 @@ class _Exit(WeakHook):
 
 
 class _AfterReduce:
-    """Spoils a gradient after the wrapper has communicated it, before the guard looks.
+    """Corrupts a gradient after the wrapper has communicated it, before the guard looks.
 
     The end of backward is found as the guard finds it ([Note: the end of backward]), by a hook that backward reaches
     before the guard's: torch's global module hooks run before those of a module.
@@ -234,7 +170,7 @@ class _AfterReduce:
 
 
 class _AfterUpdate:
-    """Spoils a weight after ``optimizer.step``, before the guard looks at what the update has made."""
+    """Corrupts a weight after ``optimizer.step``, before the guard looks at what the update has made."""
 
     def __init__(self, injection: Injection) -> None:
         self._injection = weakref.ref(injection)
@@ -249,7 +185,7 @@ class _AfterUpdate:
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         injection = self._injection()
-        if injection is None or self._after is not None or injection.step_counter.updating() != injection.spec.step:
+        if injection is None or self._after is not None or injection.step_counter().updating() != injection.spec.step:
             return
         if self._own_of(injection, optimizer) is not None:
             self._after = optimizer.register_step_post_hook(self._spoil)

@@ -1,57 +1,49 @@
-"""What a guard and a replay ask of fault injection."""
+"""Putting injected faults on: those of the environment, those of a replay, those of `testing.inject`."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import logging
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ddp_nanguard.config import ENV_INJECT, injection_text
-from ddp_nanguard.tensors.containers import tensors_in
-from ddp_nanguard.tensors.minmax import is_plain
+from ddp_nanguard.distributed.group import RankGroup
+from ddp_nanguard.report.types import Phase
 from ddp_nanguard.wrappers import Wrapper, wrapper_of
 
-from .hooks import attach, corrupt_first, corrupted, with_first_corrupted
-from .injection import LEFT_IN_DUMP, REPLAY, Injection, _injections
+from .hooks import attach
+from .injection import REPLAY, Injection, injections_of
 from .spec import InjectionSpec, parse_spec, validate_spec
-from .step_counter import GuardClock, HookStepCounter
-
-if TYPE_CHECKING:
-    from ddp_nanguard.context import GuardContext
-    from ddp_nanguard.distributed.group import RankGroup
-    from ddp_nanguard.guard import NanGuard
-
+from .step_counter import HookStepCounter, StepCounter, counter_of, register_counter
 
 _log = logging.getLogger(__name__)
 
+LEFT_IN_DUMP = (Phase.INPUT, Phase.STATE)
+"""Faults that a replay meets in the dump itself: a bad batch, bad weights."""
 
-def install_injection(
-    model: nn.Module, spec: InjectionSpec, guard: NanGuard | None, source: str, here: bool
-) -> Injection:
-    """Put the hooks of a checked plan on, where this is its rank."""
+
+def install_injection(model: nn.Module, spec: InjectionSpec, source: str, here: bool) -> Injection:
+    """Put the hooks of a valid spec on, where this is its rank."""
     injection = Injection(spec, model, source)
     if not here:
         return injection
     wrapper = wrapper_of(model)
     layer = None if spec.layer is None else dict(wrapper.named_modules())[spec.layer]
-    injection._handles = attach(injection, model, layer)
-    if guard is not None:
-        injection.step_counter = GuardClock(guard)
-    else:
-        injection.step_counter = step_counter = HookStepCounter(
-            model, {id(parameter) for _, parameter in wrapper.named_parameters()}
-        )
-        injection._handles.append(step_counter)
-    _injections.setdefault(wrapper.root, []).append(injection)
+    injection.handles = attach(injection, model, layer)
+    counter = counter_of(wrapper.root)
+    if counter is None:
+        counter = own = HookStepCounter(model, {id(parameter) for _, parameter in wrapper.named_parameters()})
+        injection.handles.append(own)
+    injection.count_by(counter)
+    injections_of(wrapper.root).append(injection)
     return injection
 
 
 def spec_from_environment(wrapper: Wrapper, ranks: RankGroup) -> InjectionSpec | None:
-    """What ``NANGUARD_INJECT`` plants, the same on every rank; the planned rank fills the layer in.
+    """What ``NANGUARD_INJECT`` asks for, the same on every rank; the planned rank fills the layer in.
 
     Raises:
         ValueError: on every rank.
@@ -72,73 +64,46 @@ def spec_from_environment(wrapper: Wrapper, ranks: RankGroup) -> InjectionSpec |
     return InjectionSpec(**json.loads(ranks.text_of(here, json.dumps(dataclasses.asdict(spec)))))
 
 
-def attach_to_guard(guard: NanGuard, context: GuardContext) -> list[Injection]:
-    """Plant what the environment asks for; faults that were planted before now go by this guard's steps."""
-    for injection in _injections.get(context.wrapper.root, []):
-        injection.step_counter = GuardClock(guard)
-    spec = context.injection
+def follow_counter(model: nn.Module, counter: StepCounter, spec: InjectionSpec | None, rank: int) -> Injection | None:
+    """Let all faults of a model go by these steps, and inject what the environment asks for.
+
+    Args:
+        model: what the training loop calls.
+        counter: a guard's.
+        spec: from `spec_from_environment`.
+        rank: this one.
+    """
+    root = wrapper_of(model).root
+    register_counter(root, counter)
+    for injection in injections_of(root):
+        injection.count_by(counter)
     if spec is None:
-        return []
-    injection = install_injection(context.wrapper.model, spec, guard, ENV_INJECT, here=spec.rank == context.ranks.rank)
+        return None
+    injection = install_injection(model, spec, ENV_INJECT, here=spec.rank == rank)
     injection.tell("a fault will be PLANTED in this job")
-    return [injection]
+    return injection
 
 
 def warn_of_disabled() -> None:
-    """A guard that does nothing plants nothing."""
+    """A guard that does nothing injects nothing."""
     if injection_text() is not None:
         _log.warning("%s: NOT planted: the guard has enabled=False", ENV_INJECT)
 
 
 def environment_option() -> dict[str, str]:
-    """For the comparison of options over ranks: what the environment plants must be the same everywhere."""
+    """For the comparison of options over ranks: what the environment injects must be the same everywhere."""
     text = injection_text()
     return {} if text is None else {"inject": text}
 
 
-def notes(context: GuardContext) -> list[str]:
-    """For the report of any fault while the environment plants one."""
-    return [] if context.injection is None else [f"{ENV_INJECT} plants a fault in this job: {context.injection}"]
-
-
-def injected_specs(context: GuardContext) -> list[dict[str, Any]]:
-    """This rank's faults that were planted, for the evidence."""
-    present = _injections.get(context.wrapper.root, [])
-    return [dataclasses.asdict(injection.spec) for injection in present if injection.num_fired]
-
-
-def reinject(guard: NanGuard, context: GuardContext, mark_fired: list[dict[str, Any]]) -> list[str]:
-    """For a replay: what the dump records and nothing else, see [Note: replay of a planted fault].
+def reinject(model: nn.Module, recorded: list[dict[str, Any]]) -> tuple[list[Injection], list[str]]:
+    """For a replay: what the dump records and nothing else, see [Note: replay of an injected fault].
 
     Returns:
-        Remarks about it.
+        What is on now, and remarks about it.
     """
-    for injection in list(_injections.get(context.wrapper.root, [])):
+    for injection in list(injections_of(wrapper_of(model).root)):
         injection.remove()
-    context.injection = None
-    plans = [InjectionSpec(**data) for data in mark_fired]
-    for spec in plans:
-        if spec.phase not in LEFT_IN_DUMP:
-            guard._handles.append(install_injection(context.wrapper.model, spec, guard, REPLAY, here=True))
-    return [f"the fault was planted, and is again: {spec}" for spec in plans]
-
-
-def corrupt_batch(guard: NanGuard, context: GuardContext, batch: Any) -> Any:
-    """What the loader has produced, spoilt where that is planned."""
-    for injection in _injections.get(context.wrapper.root, ()):
-        spec, now = injection.spec, (guard.step, len(context.window.micro_batches))
-        if spec.phase == "input" and not injection.num_fired and now == (spec.step, spec.micro_batch):
-            batch, done = with_first_corrupted(batch, partial(corrupted, kind=spec.kind))
-            injection.note(done, "the batch holds no floating tensor in a plain container")
-    return batch
-
-
-def corrupt_loss(context: GuardContext, micro_batch: int, value: Tensor) -> None:
-    """A watched loss, spoilt in place where that is planned, unseen by autograd."""
-    for injection in _injections.get(context.wrapper.root, ()):
-        spec = injection.spec
-        if spec.phase == "loss" and injection.active and not injection.num_fired and spec.micro_batch == micro_batch:
-            found = [tensor for tensor in tensors_in(value) if is_plain(tensor)]
-            if found:
-                corrupt_first(found[0].data, spec.kind)
-            injection.note(bool(found), "the watched loss is no floating tensor")
+    specs = [InjectionSpec(**data) for data in recorded]
+    on = [install_injection(model, spec, REPLAY, here=True) for spec in specs if spec.phase not in LEFT_IN_DUMP]
+    return on, [f"the fault was planted, and is again: {spec}" for spec in specs]

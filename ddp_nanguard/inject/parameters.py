@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from ddp_nanguard.wrappers import Wrapper
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)

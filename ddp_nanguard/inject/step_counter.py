@@ -1,9 +1,10 @@
-"""Steps and micro-batches as a planted fault counts them: by a guard, or by itself."""
+"""Steps and micro-batches as an injected fault counts them: those of a guard, or its own count."""
 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,55 +13,60 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ddp_nanguard.hooks.weak import WeakHook
 from ddp_nanguard.tensors.containers import tensors_in
 
-if TYPE_CHECKING:
-    from ddp_nanguard.guard import NanGuard
+BatchHook = Callable[[Any, int, int], Any]
+"""(batch, step, micro-batch) -> the batch that the loop gets."""
+LossHook = Callable[[Tensor, int], None]
+"""(watched loss, micro-batch)."""
 
 
 class StepCounter(Protocol):
-    """Tells the step and the micro-batch."""
+    """Tells step and micro-batch, and calls hooks where it meets a batch or a loss.
+
+    Attributes:
+        batch_hooks: called with each batch that the loader has produced.
+        loss_hooks: called with each loss that is watched, before it is looked at.
+    """
+
+    batch_hooks: list[BatchHook]
+    loss_hooks: list[LossHook]
 
     def entering(self) -> tuple[int, int] | None:
-        """Those of the forward that is about to begin."""
+        """Step and micro-batch of the forward that is about to begin; None where nothing is counted."""
 
     def updating(self) -> int | None:
-        """The step of the update that is about to begin."""
+        """The step of the update that is about to begin; None where nothing is counted."""
 
     def has_loader(self) -> bool:
-        """Whether batches are seen as the loader gives them, by ``guard.steps``."""
+        """Whether batches are met as the loader gives them, before the model takes them."""
 
 
-class GuardClock:
-    """Steps and micro-batches of a guard; none once it is closed."""
+_counters: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
-    def __init__(self, guard: NanGuard) -> None:
-        self._guard = weakref.ref(guard)
 
-    def entering(self) -> tuple[int, int] | None:
-        """See `StepCounter`."""
-        guard = self._guard()
-        if guard is None or not guard._is_watching():
-            return None
-        num_open = len(guard._context.window.micro_batches)
-        return guard.step, num_open if guard._needs_micro_batch() else num_open - 1
+def register_counter(root: nn.Module, counter: StepCounter) -> None:
+    """From now on these steps count for an unwrapped model. The counter is held weakly."""
+    _counters[root] = weakref.ref(counter)
 
-    def updating(self) -> int | None:
-        """See `StepCounter`. The verdict may have fallen already: by a scaler, by ``check``, by another optimizer."""
-        guard = self._guard()
-        if guard is None or not guard._is_watching():
-            return None
-        has_fallen = guard._has_verdict and not guard._context.backward.ran_since_verdict
-        return guard.step - has_fallen
 
-    def has_loader(self) -> bool:
-        """See `StepCounter`."""
-        guard = self._guard()
-        return guard is not None and guard._has_batch
+def unregister_counter(root: nn.Module, counter: StepCounter) -> None:
+    """They no longer count; nothing where another counter has taken over."""
+    if counter_of(root) is counter:
+        del _counters[root]
+
+
+def counter_of(root: nn.Module) -> StepCounter | None:
+    """Whose steps count for an unwrapped model."""
+    reference = _counters.get(root)
+    counter: StepCounter | None = reference() if reference is not None else None
+    return counter
 
 
 class HookStepCounter:
     """Counts by itself: forwards of the model, backwards through them, and steps of its optimizers."""
 
     def __init__(self, model: nn.Module, parameters: set[int]) -> None:
+        self.batch_hooks: list[BatchHook] = []
+        self.loss_hooks: list[LossHook] = []
         self._parameters = parameters
         self._step, self._micro_batch = 0, -1
         self._ran_backward = True
@@ -87,7 +93,7 @@ class HookStepCounter:
             handle.remove()
 
     def watch(self, output: Any) -> None:
-        """Notice the backward through what the model gave."""
+        """Notice the backward through the output of the model."""
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(self._backward)  # type: ignore[no-untyped-call]  # torch's own
@@ -102,7 +108,7 @@ class HookStepCounter:
 
 
 class _OutputHook(WeakHook):
-    """After the model: what it gave leads to the backward."""
+    """After the model: its output leads to the backward."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         step_counter: HookStepCounter | None = self.target()
@@ -111,7 +117,11 @@ class _OutputHook(WeakHook):
 
 
 class NeverFires:
-    """No time at all: a fault that is never due."""
+    """A fault that is never due: nobody counts."""
+
+    def __init__(self) -> None:
+        self.batch_hooks: list[BatchHook] = []
+        self.loss_hooks: list[LossHook] = []
 
     def entering(self) -> tuple[int, int] | None:
         """See `StepCounter`."""

@@ -26,8 +26,8 @@ class BackwardProbe:
     Attributes:
         on_local_end: called when a backward pass has computed all it computes, before the wrapper's own callbacks.
         on_end: called after each backward pass.
+        on_begin: called by the first hook of a backward pass, and of each micro-batch that it reaches.
         ran: whether one has run in the micro-batch.
-        ran_since_verdict: whether one has run in the window.
         is_entered: whether one is running.
         graph_task: autograd's number of the one entered last.
         is_closed: whether activations are not watched, or no longer: graphs that outlive the guard hold its hooks.
@@ -35,11 +35,11 @@ class BackwardProbe:
 
     def __init__(self, slots: SlotBuffer, probes_activations: bool) -> None:
         self.slots = slots
+        self.on_begin: Callable[[], None] = _nothing
         self.on_local_end: Callable[[], None] = _nothing
         self.on_end: Callable[[], None] = _nothing
         self.graph_task = -1
         self.ran = False
-        self.ran_since_verdict = False
         self.is_closed = not probes_activations
         self.is_entered = False
 
@@ -50,7 +50,8 @@ class BackwardProbe:
 
     def enter(self) -> None:
         """To be called by the first hook that runs in a backward, or by all; it arranges for the end."""
-        self.ran = self.ran_since_verdict = True
+        self.ran = True
+        self.on_begin()
         if not self.is_entered:
             self.is_entered = True
             self.graph_task = torch._C._current_graph_task_id()
@@ -62,7 +63,7 @@ class BackwardProbe:
 
     def close(self) -> None:
         """Graphs that are still alive hold the hooks: they must not lead to the guard."""
-        self.on_local_end = self.on_end = _nothing
+        self.on_begin = self.on_local_end = self.on_end = _nothing
         self.is_closed = True
 
     def _first_callback(self) -> None:

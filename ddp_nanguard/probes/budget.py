@@ -202,7 +202,7 @@ class Budget:
             return 0
         return max(1, min(round(statistics.median(self._shares) * PARTS_PER_MILLION), 2**30))
 
-    def heard(self, share_ppm: int) -> None:
+    def all_ranks_took(self, share_ppm: int) -> None:
         """What all ranks say.
 
         Args:

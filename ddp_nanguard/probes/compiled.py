@@ -54,7 +54,7 @@ class CompiledSlots:
         device: where they compute.
         probes_gradients: whether gradients are looked at too.
 
-    StorageTracker: 64 bytes per module on the device.
+    Memory: 64 bytes per module on the device.
     """
 
     def __init__(self, layers: list[str], device: torch.device, probes_gradients: bool) -> None:

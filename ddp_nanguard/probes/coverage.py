@@ -1,57 +1,98 @@
-"""What was not looked at in a step, in words."""
+"""What was not looked at in a step, in words; and whether the hooks run at all."""
 
 from __future__ import annotations
 
-from ddp_nanguard.context import GuardContext
+import logging
+
+from ddp_nanguard.config import GuardConfig
 from ddp_nanguard.report.types import Phase
 
+from .budget import Budget
+from .calls import ModuleCall
 from .compiled_calls import CompiledTensorRecord
-from .slots import SlotStats
+from .forward import ForwardProbe
+from .slots import SlotBuffer, SlotStats
 
-
-def unchecked(context: GuardContext) -> list[str]:
-    """What this rank did not look at, in words."""
-    found = sorted(context.forward.unchecked)
-    if context.forward.skipped:
-        found.append(f"{_modules(context.forward.skipped)} of skip_types: {_shown(context.forward.skipped)}")
-    out = context.forward.unwatched()
-    if out or context.budget.level_index:
-        what = _modules(out) if out else "the activation gradients of modules that hold no others"
-        found.append(
-            f"{what} left out to keep within the budget (watched: {context.budget.level}); "
-            "replay --trace finds the operator"
-        )
-    if context.window.micro_batches:
-        silent = context.forward.unseen_modules()
-        if silent:
-            found.append(f"{_modules(silent)} whose hooks did not fire (not run, or compiled): {_shown(silent)}")
-    watched = set(context.config.watch)
-    found += [f"phase {phase} (not watched)" for phase in Phase if str(phase) not in watched]
-    return found
-
-
-def compiled_layers_that_ran(context: GuardContext) -> set[str]:
-    """Layers whose hooks in compiled code have run in the open window. Host sync: one per page of slots."""
-    return _traced(context.slots.slot_stats())
-
-
-def _traced(slot_stats: list[SlotStats]) -> set[str]:
-    return {r.source.call.layer for r in slot_stats if isinstance(r.source, CompiledTensorRecord)}
-
-
-UNSEEN = (
+_log = logging.getLogger(__name__)
+_NO_CALLS = (
     "no call of the model was seen, although a backward ran: its code was compiled without the guard's hooks, or runs "
-    "without grad mode; faults are not put down to layers (make the guard of what the loop calls, and compile before "
+    "without grad mode; faults are not attributed to layers (make the guard of what the loop calls, and compile before "
     "its first step)"
 )
 
 
-def unheard(layers: list[str]) -> str:
-    """What is said of modules in compiled code whose hooks do not run."""
-    return (
-        f"no hook runs in {_modules(layers)} of compiled code ({_shown(layers)}): it was compiled before the guard was "
-        "made (make the guard before the first call), or is not called; a fault in there is not put down to a layer"
-    )
+def unchecked(
+    config: GuardConfig, forward: ForwardProbe, budget: Budget, calls: list[ModuleCall] | None, stats: list[SlotStats]
+) -> list[str]:
+    """What this rank did not look at, in words.
+
+    Args:
+        config: the options.
+        forward: the probe of the modules.
+        budget: what has thinned it out.
+        calls: of the step; None where it has no micro-batch.
+        stats: the slots of the step.
+    """
+    found = sorted(forward.unchecked)
+    if forward.skipped:
+        found.append(f"{_modules(forward.skipped)} of skip_types: {_shown(forward.skipped)}")
+    out = forward.unwatched()
+    if out or budget.level_index:
+        what = _modules(out) if out else "the activation gradients of modules that hold no others"
+        found.append(
+            f"{what} left out to keep within the budget (watched: {budget.level}); replay --trace finds the operator"
+        )
+    if calls is not None:
+        unseen = forward.unseen_modules({call.layer for call in calls} | compiled_layers_that_ran(stats))
+        if unseen:
+            found.append(f"{_modules(unseen)} whose hooks did not fire (not run, or compiled): {_shown(unseen)}")
+    found += [f"phase {phase} (not watched)" for phase in Phase if not config.watches(phase)]
+    return found
+
+
+def compiled_layers_that_ran(slot_stats: list[SlotStats]) -> set[str]:
+    """Layers whose hooks in compiled code have run."""
+    return {stats.source.call.layer for stats in slot_stats if isinstance(stats.source, CompiledTensorRecord)}
+
+
+class HookCheck:
+    """Says once, in the log, that hooks on the model do not run, and where.
+
+    Args:
+        forward: whose hooks they are.
+        slots: what they leave.
+    """
+
+    def __init__(self, forward: ForwardProbe, slots: SlotBuffer) -> None:
+        self._forward = forward
+        self._slots = slots
+        self._told_of_no_calls = False
+        self._checked_compiled = False
+
+    def after_backward(self, step: int, root_is_traced: bool) -> None:
+        """A step that ran a backward has been judged: did hooks see its forward?
+
+        Host sync: one per page of slots in the first step of a compiled model, else none.
+        """
+        if self._forward.compiled_slots is not None and not self._checked_compiled:
+            self._checked_compiled = True
+            self._check_compiled(self._forward.compiled_slots.layers)
+        saw_something = bool(self._forward.calls) or root_is_traced
+        if not saw_something and self._forward.modules and not self._told_of_no_calls:
+            self._told_of_no_calls = True
+            _log.warning("step %d: %s", step, _NO_CALLS)
+
+    def _check_compiled(self, layers: list[str]) -> None:
+        forward = self._forward
+        ran = compiled_layers_that_ran(self._slots.slot_stats()) | {call.layer for call in forward.calls}
+        silent = sorted(set(layers) - ran - forward.without_forward)
+        if silent:
+            _log.warning(
+                "no hook runs in %s of compiled code (%s): it was compiled before the guard was made (make the guard "
+                "before the first call), or is not called; a fault in there is not attributed to a layer",
+                _modules(silent),
+                _shown(silent),
+            )
 
 
 def _modules(names: list[str]) -> str:

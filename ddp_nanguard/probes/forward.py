@@ -56,7 +56,6 @@ class ForwardProbe:
         self._layers: Container[str] = {name for name, _ in self.modules}
         self._gradient_layers: Container[str] = self._layers
         self._recomputation = Recomputation(backward)
-        self.compiled_layers_that_ran: set[str] = set()
         self._in_compiled_code: set[str] = set()
         self._compiled_watched: frozenset[str] = frozenset()
         self._permanent: list[RemovableHandle] = []
@@ -191,9 +190,9 @@ class ForwardProbe:
         self._recomputation.release_window()
         self.begin_micro_batch(0)
 
-    def unseen_modules(self) -> list[str]:
-        """Watched modules that no hook saw in the window: not run, scripted, or compiled without the hooks."""
-        ran = {call.layer for call in self.calls} | self.compiled_layers_that_ran | set(self.unwatched())
+    def unseen_modules(self, ran: set[str]) -> list[str]:
+        """Watched modules that are not among those that ``ran``: not called, scripted, or compiled without hooks."""
+        ran = ran | set(self.unwatched())
         return [name for name, _ in self.modules if name not in ran and name in self.have_forward]
 
     # -- what the hooks do ---------------------------------------------------------------------------------------------

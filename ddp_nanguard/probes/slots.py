@@ -167,7 +167,6 @@ class PastStep:
 
     step: int
     pages: tuple[SlotTable, ...]
-
     expand_compiled: Callable[[list[SlotStats]], list[SlotStats]]
 
     def slot_stats(self) -> list[SlotStats]:
@@ -185,7 +184,7 @@ class SlotBuffer:
         num_kept: clean steps so far.
         expand_compiled: makes readings like the others of those that compiled code left, see `probes.compiled`.
 
-    StorageTracker: 2 values per slot and step, on the device where the probed tensor lives.
+    Memory: 2 values per slot and step, on the device where the probed tensor lives.
     """
 
     def __init__(self, history: int) -> None:
@@ -197,7 +196,6 @@ class SlotBuffer:
         self.num_kept = 0
         self._turn = 0
         self._past: dict[int, PastStep] = {}
-        self._restored: PastStep | None = None
 
     def reduce(self, role: SlotRole, tensor: Tensor, source: Any, order: int | None = None) -> int | None:
         """Reduce a tensor into the next slot; one kernel per dense part, no host read.
@@ -250,33 +248,24 @@ class SlotBuffer:
         return [page for page in self._pages.values() if page.sources]
 
     def slot_stats(self) -> list[SlotStats]:
-        """The slots of the open window, or of a recalled step, in execution order. Host sync: one per page."""
-        if self._restored is not None:
-            return self._restored.slot_stats()
+        """The slots of the open window, in execution order. Host sync: one per page."""
         return self.expand_compiled(_sorted_stats(page.slots() for page in self._pages.values()))
 
-    def push_history(self, step: int) -> None:
+    def push_history(self, step: int) -> PastStep:
         """Move the slots of a clean step into the ring; one device copy per page, no host read."""
-        self._past[self._turn] = PastStep(
-            step, tuple(page.push_history(self._turn) for page in self.pages()), self.expand_compiled
-        )
+        tables = tuple(page.push_history(self._turn) for page in self.pages())
+        past = self._past[self._turn] = PastStep(step, tables, self.expand_compiled)
         self._turn = (self._turn + 1) % self.history
         self.num_kept += 1
         self.order = 0
+        return past
 
-    def restore_step(self, step: int) -> None:
-        """A past step stands in for the open window, and is no longer one of the clean ones."""
-        turn = next(turn for turn, past in self._past.items() if past.step == step)
-        self._restored = self._past.pop(turn)
-
-    def release_step(self) -> None:
-        """The open window is the open window again."""
-        self._restored = None
+    def drop_history(self, past: PastStep) -> None:
+        """A step that was taken for clean is no longer one of the clean ones."""
+        self._past = {turn: other for turn, other in self._past.items() if other is not past}
 
     def discard(self) -> None:
-        """Forget the slots of the open window; of one that is recalled nothing is left anyway."""
-        if self._restored is not None:
-            return
+        """Forget the slots of the open window."""
         for page in self._pages.values():
             page.discard()
         self.order = 0
@@ -301,7 +290,7 @@ def _as_they_are(slot_stats: list[SlotStats]) -> list[SlotStats]:
     return slot_stats
 
 
-def is_finite(stats: SlotStats) -> bool:
+def is_clean(stats: SlotStats) -> bool:
     """Whether a slot shows only finite values; -inf is allowed in buffers."""
     if stats.role in (SlotRole.BUFFER, SlotRole.WARN):
         return stats.maximum < math.inf

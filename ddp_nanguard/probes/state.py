@@ -60,6 +60,7 @@ class StateProbe:
         self._local = local
         self._is_ignored = is_ignored
         self._sources: dict[tuple[StateKind, When], dict[str, StateSource | None]] = {}
+        self._probed_buffers = False
         self._updated: dict[int, tuple[list[int], list[tuple[nn.Parameter, StateSource]]]] = {}
 
     # -- what is there -----------------------------------------------------------------------------------------------
@@ -121,8 +122,10 @@ class StateProbe:
         self._probe("buffer", "doomed", iter(self._named_buffers()))
 
     def probe_buffers_before_first_step(self) -> None:
-        """Buffers before the first step."""
-        self._probe("buffer", "before", self.buffers())
+        """Buffers before the first step; nothing where that has been done."""
+        if not self._probed_buffers:
+            self._probed_buffers = True
+            self._probe("buffer", "before", self.buffers())
 
     def probe_optimizer_state(self) -> None:
         """One pass over the optimizer state."""

@@ -22,7 +22,7 @@ from ddp_nanguard.wrappers.weights import weights
 class InMemoryDump(Dump):
     """What a replay asks of a dump, for this rank alone and without optimizer state.
 
-    StorageTracker: references, and where weights are sharded one whole copy of them on the host, from construction until
+    Memory: references, and where weights are sharded one whole copy of them on the host, from construction until
     `forget_weights`.
     """
 

@@ -40,7 +40,7 @@ from .session import is_compiled, what_needs_peers
 class InPlaceReplay:
     """One rank's step, ready to run again.
 
-    StorageTracker: one whole model on the device while it runs, whatever the wrapper; see also `InMemoryDump`.
+    Memory: one whole model on the device while it runs, whatever the wrapper; see also `InMemoryDump`.
 
     Raises:
         DumpError: it cannot run, and why.

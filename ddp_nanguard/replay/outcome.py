@@ -101,7 +101,7 @@ def why_not_replayable(dump: Dump, alone: bool) -> str | None:
     if origin.phase is Phase.OPTIMIZER and origin.layer is not None and not _has_gradients(dump):
         return (
             "the update itself made the weights non-finite, and the weights from before it are gone: "
-            f"train with keep_previous=True to replay one; damaged: {', '.join(dump.report.state[:8])}"
+            f"train with keep_previous=True to replay one; damaged: {', '.join(dump.report.nonfinite_state[:8])}"
         )
     return None
 

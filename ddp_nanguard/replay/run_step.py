@@ -1,27 +1,32 @@
-"""The dumped step once more, under the same guard that saw it."""
+"""The dumped step once more, under the same monitor and probes that saw it in training."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_nanguard.blame.triage import Decision, Judgement, Triage
+from ddp_nanguard.build import build_context
 from ddp_nanguard.capture import rng
+from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.capture.window import MicroBatch
 from ddp_nanguard.config import environment_ignored
-from ddp_nanguard.errors import NonFiniteError
-from ddp_nanguard.inject import injector
+from ddp_nanguard.context import GuardContext
+from ddp_nanguard.hooks.loop import Steps, named_losses
+from ddp_nanguard.inject.injector import follow_counter, reinject
+from ddp_nanguard.inject.step_counter import unregister_counter
 from ddp_nanguard.probes.labels import labelled_slots
+from ddp_nanguard.probes.severity import Severity
 from ddp_nanguard.probes.slots import SlotStats
 from ddp_nanguard.report.types import FaultReport, Phase, Site
+from ddp_nanguard.step.monitor import StepMonitor
 
 from .rebuild import Rebuilt, fill_shards, recorded_gradients
-
-if TYPE_CHECKING:
-    from ddp_nanguard.guard import NanGuard
 
 _KEPT_OPTIONS = ("watch", "skip_types", "ignore", "state_every", "timeout_s", "scale_floor")
 
@@ -45,72 +50,132 @@ class StepResult:
     notes: list[str] = field(default_factory=list)
 
 
-def run_step(rebuilt: Rebuilt, micro_batches: list[MicroBatch], alone: bool) -> StepResult:
-    """Run the window again.
+class _Collector:
+    """Writes down what a verdict means, instead of acting on it; a `VerdictHandler`.
 
-    Collective: those of the training step and of the guard; every rank calls it, unless ``alone``.
+    Attributes:
+        fault: what was found, None where nothing was.
     """
-    from ddp_nanguard.guard import NanGuard
 
+    def __init__(self, context: GuardContext) -> None:
+        self.fault: Judgement | None = None
+        self._triage = Triage(context)
+
+    def on_clean(self) -> None:
+        """See `VerdictHandler`."""
+        self._triage.on_clean()
+
+    def on_verdict(self, severity: Severity, record: StepRecord) -> Decision:
+        """See `VerdictHandler`. Never raises."""
+        judgement = self._triage.judge(severity, record)
+        if judgement.decision is not None:
+            return judgement.decision
+        judgement = self._triage.examine(judgement, record)
+        if judgement.decision is not None:
+            return judgement.decision
+        self.fault = judgement
+        return Decision.SKIP
+
+    @property
+    def report(self) -> FaultReport | None:
+        """What all ranks say of the fault."""
+        return None if self.fault is None else self.fault.report
+
+
+@dataclass
+class _Run:
+    """One step of a rebuilt job under a monitor of its own."""
+
+    rebuilt: Rebuilt
+    context: GuardContext
+    collector: _Collector
+    monitor: StepMonitor
+    notes: list[str] = field(default_factory=list)
+
+
+def run_step(rebuilt: Rebuilt, micro_batches: list[MicroBatch], alone: bool) -> StepResult:
+    """Run the window again, under the same monitor and the same probes that saw it in training.
+
+    Collective: those of the training step and of a guard; every rank calls it, unless ``alone``.
+    """
+    with _monitored(rebuilt) as run:
+        return _result(run, micro_batches, alone)
+
+
+@contextlib.contextmanager
+def _monitored(rebuilt: Rebuilt) -> Iterator[_Run]:
+    context = _context(rebuilt)
+    collector = _Collector(context)
+    run = _Run(rebuilt, context, collector, StepMonitor(context, collector))
+    model, root = context.wrapper.model, context.wrapper.root
+    run.monitor.attach()
+    follow_counter(model, run.monitor, None, rebuilt.rank)
+    injections, run.notes = reinject(model, rebuilt.dump.evidence(rebuilt.rank).get("injected", []))
+    try:
+        yield run
+    finally:
+        unregister_counter(root, run.monitor)
+        for injection in injections:
+            injection.remove()
+        run.monitor.release()
+        context.close()
+
+
+def _context(rebuilt: Rebuilt) -> GuardContext:
+    """What watches the step: the recorded options, as far as they decide what is looked at."""
+    evidence, report = rebuilt.dump.evidence(rebuilt.rank), rebuilt.dump.report
     options = {name: rebuilt.dump.manifest["options"][name] for name in _KEPT_OPTIONS}
-    report = rebuilt.dump.report
     if report.cause.startswith("scale collapse"):
         options["max_consecutive_overflows"] = 1  # one window is all there is: its overflow is the fault
+    options.update(dump_dir=None, budget=None, keep_previous=False, first_step=report.step)
+    model = rebuilt.wrapper.model
     with environment_ignored():
-        guard = NanGuard(
-            rebuilt.wrapper.model,
-            rebuilt.optimizers,
-            scaler=rebuilt.scaler,
-            group=rebuilt.group,
-            dump_dir=None,
-            budget=None,
-            keep_previous=False,
-            first_step=report.step,
-            **options,
-        )
-    guard._policy.is_quiet = True
-    evidence = rebuilt.dump.evidence(rebuilt.rank)
-    guard._context.budget.start_at(evidence.get("budget_level", 0), evidence.get("compiled"))
-    planted = injector.reinject(guard, guard._context, rebuilt.dump.evidence(rebuilt.rank).get("injected", []))
-    guard._context.known_nonfinite = frozenset(tuple(h) for h in rebuilt.dump.evidence(rebuilt.rank)["known_nonfinite"])
-    try:
-        again = _run(guard, rebuilt, micro_batches, alone)
-        again.notes += planted
-        return again
-    finally:
-        guard._detach()
+        context = build_context(model, rebuilt.optimizers, rebuilt.scaler, None, rebuilt.group, options)
+    context.budget.start_at(evidence.get("budget_level", 0), evidence.get("compiled"))
+    context.known_nonfinite = frozenset(tuple(each) for each in evidence["known_nonfinite"])
+    return context
 
 
-def _run(guard: NanGuard, rebuilt: Rebuilt, micro_batches: list[MicroBatch], alone: bool) -> StepResult:
-    losses: dict[tuple[int, str], Tensor] = {}
-    notes: list[str] = []
-    synced = set(rebuilt.dump.evidence(rebuilt.rank)["reduced_micro_batches"])
-    for micro_batch, batch in zip(micro_batches, guard.steps([m.batch for m in micro_batches]), strict=True):
-        notes += rng.restore(micro_batch.random_state, rebuilt.recipe.generators, rebuilt.device)
-        with _sync(rebuilt, micro_batch.index in synced or not synced):
-            _micro_step(guard, rebuilt, batch, list(micro_batch.losses))
-        kept = guard._context.window.micro_batches[-1].losses
-        losses.update({(micro_batch.index, name): loss for name, loss in kept.items()})
-    report = _verdict(guard)
-    if report is None and _is_update(rebuilt.dump.report.origin) and rebuilt.recipe.optimizer is not None:
-        report = _update(guard, rebuilt, alone)
-    findings = guard._policy.last_findings
-    slot_stats = (
-        _first_window(guard) if findings is None or report is None or _is_update(report.origin) else findings.slot_stats
-    )
+def _result(run: _Run, micro_batches: list[MicroBatch], alone: bool) -> StepResult:
+    losses = _forward_backward(run, micro_batches)
+    run.monitor.check()
+    recorded = run.rebuilt.dump.report.origin
+    if run.collector.fault is None and _is_update(recorded) and run.rebuilt.recipe.optimizer is not None:
+        _update(run, alone)
+    report, fault = run.collector.report, run.collector.fault
+    slot_stats = _slots_of_clean_step(run.context)
+    if fault is not None and fault.findings is not None and report is not None and not _is_update(report.origin):
+        slot_stats = fault.findings.slot_stats
     slots = {label: (low, high) for label, low, high in labelled_slots(slot_stats)}
-    sites = [ranked.site for ranked in findings.sites] if findings is not None else []
-    return StepResult(report, sites, slots, losses, list(dict.fromkeys(notes)))
+    sites = [ranked.site for ranked in fault.findings.sites] if fault is not None and fault.findings is not None else []
+    return StepResult(report, sites, slots, losses, list(dict.fromkeys(run.notes)))
 
 
-def _first_window(guard: NanGuard) -> list[SlotStats]:
-    past = guard._context.slots.past()
+def _forward_backward(run: _Run, micro_batches: list[MicroBatch]) -> dict[tuple[int, str], Tensor]:
+    """All micro-batches, each with its random state and its sync flag; the losses by (micro-batch, name)."""
+    rebuilt, losses = run.rebuilt, dict[tuple[int, str], Tensor]()
+    synced = set(rebuilt.dump.evidence(rebuilt.rank)["reduced_micro_batches"])
+    remarks: list[str] = []
+    for micro_batch, batch in zip(micro_batches, Steps([m.batch for m in micro_batches], run.monitor), strict=True):
+        remarks += rng.restore(micro_batch.random_state, rebuilt.recipe.generators, rebuilt.device)
+        with _sync(rebuilt, micro_batch.index in synced or not synced):
+            _micro_step(run, batch, list(micro_batch.losses))
+        kept = run.context.window.micro_batches[-1].losses
+        losses.update({(micro_batch.index, name): loss for name, loss in kept.items()})
+    run.notes = [*remarks, *run.notes]
+    return losses
+
+
+def _slots_of_clean_step(context: GuardContext) -> list[SlotStats]:
+    past = context.slots.past()
     return past[0].slot_stats() if past else []
 
 
-def _micro_step(guard: NanGuard, rebuilt: Rebuilt, batch: Any, names: list[str]) -> None:
+def _micro_step(run: _Run, batch: Any, names: list[str]) -> None:
+    rebuilt = run.rebuilt
     losses = rebuilt.recipe.step(rebuilt.wrapper.model, batch)
-    guard.watch(**_named_as_recorded(losses, names))
+    for name, value in named_losses(_named_as_recorded(losses, names)):
+        run.monitor.watch_loss(name, value)
     total = sum(losses.values()) if isinstance(losses, dict) else losses
     assert isinstance(total, Tensor)
     if total.requires_grad:
@@ -137,24 +202,17 @@ def _sync(rebuilt: Rebuilt, synced: bool) -> contextlib.AbstractContextManager[A
     return contextlib.nullcontext()
 
 
-def _verdict(guard: NanGuard) -> FaultReport | None:
-    try:
-        guard.check()
-    except NonFiniteError as error:
-        return error.report
-    return None
-
-
 def _is_update(origin: Site | None) -> bool:
     return origin is not None and origin.phase is Phase.OPTIMIZER and origin.layer is not None
 
 
-def _update(guard: NanGuard, rebuilt: Rebuilt, alone: bool) -> FaultReport | None:
+def _update(run: _Run, alone: bool) -> None:
     """The update itself. Alone, the gradients are the recorded ones: this rank's own are those before the reduce."""
+    rebuilt = run.rebuilt
     for parameter, shards, gradient in list(recorded_gradients(rebuilt)):
         if alone or not dist.is_initialized():
             fill_shards(rebuilt, shards)
             parameter.grad = gradient
     for optimizer in rebuilt.optimizers:
         optimizer.step()
-    return _verdict(guard)
+    run.monitor.check()

@@ -127,7 +127,9 @@ def _next_text(report: FaultReport, can_replay: bool) -> str:
     origin, dump = report.origin, report.dump_path
     if origin is not None and origin.phase is Phase.REDUCE and can_replay and report.world_size > 1:
         return f"torchrun --nproc-per-node {report.world_size} -m ddp_nanguard.replay.run {dump} --trace"
-    is_lost = origin is not None and origin.phase is Phase.OPTIMIZER and origin.layer is not None and report.state
+    is_lost = (
+        origin is not None and origin.phase is Phase.OPTIMIZER and origin.layer is not None and report.nonfinite_state
+    )
     if is_lost:
         return f"ddp-nanguard show {dump}; to replay an update, train with keep_previous=True"
     if not can_replay:
@@ -178,10 +180,12 @@ def _ranks(ranks: tuple[int, ...], count: int) -> str:
 
 def _state_text(report: FaultReport) -> str:
     ranks = f"all {report.world_size} ranks" if report.world_size > 1 else "the one rank"
-    if report.is_own_view:
+    if report.single_rank_view:
         ranks = "this rank"
-    if report.state:
-        names = ", ".join(report.state[:4]) + (f" and {len(report.state) - 4} more" if len(report.state) > 4 else "")
+    if report.nonfinite_state:
+        names = ", ".join(report.nonfinite_state[:4]) + (
+            f" and {len(report.nonfinite_state) - 4} more" if len(report.nonfinite_state) > 4 else ""
+        )
         return f"{ranks} stopped; DAMAGED: {names}"
     before = f"weights are those of step {report.step - 1}" if report.step > 0 else "weights are the initial ones"
     return f"{ranks} stopped before the update; {before}"

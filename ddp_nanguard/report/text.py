@@ -103,8 +103,8 @@ def _counts(evidence: Evidence) -> str:
 
 def _state(report: FaultReport) -> str:
     ranks = f"all {report.world_size} ranks" if report.world_size > 1 else "the one rank"
-    if report.state:
-        return f"DAMAGED: {_names(report.state)}; do not resume from these weights"
+    if report.nonfinite_state:
+        return f"DAMAGED: {_names(report.nonfinite_state)}; do not resume from these weights"
     if report.step == 0:
         return f"undamaged: {ranks} stopped before the first update"
     return f"undamaged: {ranks} stopped before the update, weights are those of step {report.step - 1}"

@@ -189,9 +189,9 @@ class FaultReport:
         holders: ranks that hold a value born in the reduce.
         num_ranks_affected, ranks_affected: how many ranks saw something, and the first of them.
         cause: one sentence.
-        state: names of damaged parameters, buffers and optimizer state; empty when nothing is.
+        nonfinite_state: names of damaged parameters, buffers and optimizer state; empty when nothing is.
         unchecked: what was not looked at, in words.
-        is_own_view: peers did not answer: all of this is what one rank saw.
+        single_rank_view: peers did not answer: all of this is what one rank saw.
         notes: further remarks, such as "replicas disagree".
         rerun: what came of the option ``rerun``; None without it.
         dump_path: the dump's directory, or None.
@@ -206,9 +206,9 @@ class FaultReport:
     num_ranks_affected: int = 0
     ranks_affected: tuple[int, ...] = ()
     cause: str = ""
-    state: tuple[str, ...] = ()
+    nonfinite_state: tuple[str, ...] = ()
     unchecked: tuple[str, ...] = ()
-    is_own_view: bool = False
+    single_rank_view: bool = False
     notes: tuple[str, ...] = ()
     dump_path: str | None = None
     rerun: SecondRun | None = None
@@ -227,9 +227,9 @@ class FaultReport:
             "sites": [site.to_dict() for site in self.sites],
             "ranks_affected": {"count": self.num_ranks_affected, "first": list(self.ranks_affected)},
             "cause": self.cause,
-            "state": list(self.state),
+            "nonfinite_state": list(self.nonfinite_state),
             "unchecked": list(self.unchecked),
-            "single_rank_view": self.is_own_view,
+            "single_rank_view": self.single_rank_view,
             "notes": list(self.notes),
             "rerun": self.rerun.to_dict() if self.rerun else None,
             "dump_path": self.dump_path,
@@ -248,9 +248,9 @@ class FaultReport:
             num_ranks_affected=data["ranks_affected"]["count"],
             ranks_affected=tuple(data["ranks_affected"]["first"]),
             cause=data["cause"],
-            state=tuple(data["state"]),
+            nonfinite_state=tuple(data["nonfinite_state"]),
             unchecked=tuple(data["unchecked"]),
-            is_own_view=data.get("single_rank_view", False),
+            single_rank_view=data.get("single_rank_view", False),
             notes=tuple(data["notes"]),
             dump_path=data["dump_path"],
             rerun=SecondRun.from_dict(data["rerun"]) if data.get("rerun") else None,

@@ -266,9 +266,12 @@ class Wrapper(ABC):
         """Global ranks that the wrapper communicates over; None where that is the user's own business."""
         return None
 
-    def is_joining(self) -> bool:
-        """Whether the wrapper shadows the communication of ranks that have run out of data (DDP's ``join``)."""
-        return False
+    def refuse_join(self) -> None:  # noqa: B027  # nothing to refuse but for DDP
+        """Refuse a forward in which the wrapper shadows the communication of ranks that have run out of data.
+
+        Raises:
+            ValueError: inside DDP's ``join``.
+        """
 
     def overwrites_buffers(self) -> bool:
         """Whether the coming forward overwrites this rank's buffers with another rank's."""

@@ -56,9 +56,13 @@ class DDPWrapper(Wrapper):
         """Global ranks of DDP's process group."""
         return dist.get_process_group_ranks(self._ddp.process_group)
 
-    def is_joining(self) -> bool:
-        """Whether ``with model.join():`` is active."""
-        return bool(self._ddp._join_config.enable)
+    def refuse_join(self) -> None:
+        """Refuse ``with model.join():``; see `Wrapper.refuse_join`."""
+        if self._ddp._join_config.enable:
+            raise ValueError(
+                "model.join() shadows DDP's communication only: a rank that ran out of data would miss the verdict "
+                "of the others; give every rank the same number of batches, or set enabled=False"
+            )
 
     def overwrites_buffers(self) -> bool:
         """Whether the coming forward broadcasts rank 0's buffers to this rank."""

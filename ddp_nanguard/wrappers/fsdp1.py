@@ -117,8 +117,8 @@ class FSDP1Wrapper(ShardedWrapper):
         if not hasattr(parameter, "_is_flat_param"):
             return super().shards(prefix, name, parameter, tensor, suffix)
         originals = [(n, o) for n, o in self._originals.items() if o.flat is parameter]
-        shard = getattr(tensor, "_local_shard", tensor)  # while gathered, a flat parameter's own data is the whole
-        return [shard for n, o in originals for shard in _range_of_flat(f"{prefix}{n}{suffix}", o, shard)]
+        local = getattr(tensor, "_local_shard", tensor)  # while gathered, a flat parameter's own data is the whole
+        return [shard for n, o in originals for shard in _range_of_flat(f"{prefix}{n}{suffix}", o, local)]
 
     def all_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """See `Wrapper.all_shapes`."""

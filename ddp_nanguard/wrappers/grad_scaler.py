@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,19 +20,33 @@ BeforeStep = Callable[[torch.optim.Optimizer], bool]
 """Called on entry to ``scaler.step``; False: the step is to be skipped."""
 
 
-class WatchedScaler:
-    """A scaler whose ``step`` asks first. `close` puts its own ``step`` back."""
+class ScalerState(Protocol):
+    """A scaler, or what it was in an earlier step."""
 
-    def __init__(self, scaler: GradScaler, before_step: BeforeStep) -> None:
+    def state(self) -> dict[str, Any]:
+        """Scale and growth tracker as plain numbers. Host sync: two; fault path only."""
+
+
+class WatchedScaler:
+    """A scaler whose ``step`` asks first, once `watch` was called; `close` puts its own ``step`` back.
+
+    Attributes:
+        is_inside: whether ``scaler.step`` is running, which calls ``optimizer.step`` itself.
+    """
+
+    def __init__(self, scaler: GradScaler) -> None:
         self.scaler = scaler
         self.is_inside = False
         self._skipped_since_update = False
-        self._remembered: tuple[Tensor, Tensor] | None = None
-        self._before_step: BeforeStep | None = before_step
-        scaler.step = _Step(self)  # type: ignore[method-assign]  # on the instance, as documented
+        self._before_step: BeforeStep | None = None
+
+    def watch(self, before_step: BeforeStep) -> None:
+        """From now on ``scaler.step`` begins with ``before_step``."""
+        self._before_step = before_step
+        self.scaler.step = _Step(self)  # type: ignore[method-assign]  # on the instance, as documented
 
     def close(self) -> None:
-        """The scaler as it was."""
+        """The scaler has its own ``step`` again."""
         self._before_step = None
         self.scaler.__dict__.pop("step", None)
 
@@ -52,25 +66,15 @@ class WatchedScaler:
         scale: Tensor | None = self.scaler._scale
         return scale
 
-    def remember(self) -> None:
-        """Keep scale and growth tracker of a step whose verdict comes later. Host sync: none."""
+    def snapshot(self) -> ScalerSnapshot:
+        """The scaler as it is now, for a step whose verdict comes later. Host sync: none."""
         scale, tracker = self.scaler._scale, self.scaler._growth_tracker
-        self._remembered = None if scale is None or tracker is None else (scale.clone(), tracker.clone())
+        tensors = None if scale is None or tracker is None else (scale.clone(), tracker.clone())
+        return ScalerSnapshot(self.scaler, tensors)
 
-    def put_back(self) -> None:
-        """Scale and growth tracker as `remember` kept them."""
-        scale, tracker = self.scaler._scale, self.scaler._growth_tracker
-        if self._remembered is not None and scale is not None and tracker is not None:
-            scale.copy_(self._remembered[0])
-            tracker.copy_(self._remembered[1])
-
-    def state(self, remembered: bool = False) -> dict[str, Any]:
-        """Scale and growth tracker as plain numbers, now or as `remember` kept them. Host sync: two; fault path."""
-        state = dict(self.scaler.state_dict())
-        if remembered and self._remembered is not None:
-            scale, tracker = self._remembered
-            state.update(scale=float(scale), _growth_tracker=int(tracker))
-        return state
+    def state(self) -> dict[str, Any]:
+        """See `ScalerState`."""
+        return dict(self.scaler.state_dict())
 
     def new_window(self) -> None:
         """The next skip is a new one."""
@@ -85,6 +89,34 @@ class WatchedScaler:
         if not self._skipped_since_update and self.scaler._growth_tracker is not None:
             self.scaler._growth_tracker -= 1  # update() counts this step as a good one
         self._skipped_since_update = True
+
+
+class ScalerSnapshot:
+    """Scale and growth tracker of an earlier step.
+
+    Args:
+        scaler: whose they were.
+        tensors: scale, float32, and tracker, int32, both of shape () on the scaler's device; None before its first use.
+    """
+
+    def __init__(self, scaler: GradScaler, tensors: tuple[Tensor, Tensor] | None) -> None:
+        self._scaler = scaler
+        self._tensors = tensors
+
+    def restore(self) -> None:
+        """Write them back into the scaler."""
+        scale, tracker = self._scaler._scale, self._scaler._growth_tracker
+        if self._tensors is not None and scale is not None and tracker is not None:
+            scale.copy_(self._tensors[0])
+            tracker.copy_(self._tensors[1])
+
+    def state(self) -> dict[str, Any]:
+        """See `ScalerState`."""
+        state = dict(self._scaler.state_dict())
+        if self._tensors is not None:
+            scale, tracker = self._tensors
+            state.update(scale=float(scale), _growth_tracker=int(tracker))
+        return state
 
 
 class _Step:

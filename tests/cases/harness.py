@@ -232,7 +232,7 @@ def check(module: ModuleType, name: str, case: Case, ended: list[Ended]) -> None
     if inline_code is not None:
         assert first.report["origin"]["inline_code"] == inline_code, first.text
     if state is not None:
-        assert first.report["state"] == state
+        assert first.report["nonfinite_state"] == state
     if expected["phase"] != "optimizer":
         assert first.unchanged and second.unchanged
     if case.reason is not None:

@@ -162,7 +162,7 @@ def test_F01_the_weights_of_before_are_put_back(ended: Launch) -> None:
     """https://github.com/afiaka87/glide-finetune/issues/5."""
     assert all(rank.finite for rank in ended["F01 with the weights of before"])
     report = ended["F01 eps is zero in half precision"][0].report
-    assert report is not None and "net.0.weight" in report["state"]
+    assert report is not None and "net.0.weight" in report["nonfinite_state"]
 
 
 def test_F02_every_rank_has_the_bad_rate(ended: Launch) -> None:

@@ -85,7 +85,7 @@ def faulty_exit(out: Path) -> Launch:
     return torchrun(EXAMPLE, f"--out={out}")
 
 
-def is_finite(launch: Launch) -> bool:
+def is_clean(launch: Launch) -> bool:
     return launch.code == 0 and launch.worker_codes == {} and "Signal" not in launch.summary
 
 
@@ -101,7 +101,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=20)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="exits-") as out:
-        num_clean = sum(_shown(clean_exit(Path(out)), is_finite) for _ in range(options.count))
+        num_clean = sum(_shown(clean_exit(Path(out)), is_clean) for _ in range(options.count))
         num_faulty = sum(_shown(faulty_exit(Path(out)), is_faulty) for _ in range(options.count))
     print(f"clean exits with code 0: {num_clean} of {options.count}")
     print(f"faulty exits with code {FAULT_CODE} and the same text on all ranks: {num_faulty} of {options.count}")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.exits import REPOSITORY, clean_exit, environment, faulty_exit, is_faulty, is_finite, torchrun
+from tests.e2e.exits import REPOSITORY, clean_exit, environment, faulty_exit, is_faulty, is_clean, torchrun
 
 
 def _cli(*arguments: str, timeout_s: float = 90) -> subprocess.CompletedProcess[str]:
@@ -92,6 +92,6 @@ def test_a_wrong_number_of_ranks_is_refused(demo: tuple[subprocess.CompletedProc
 def test_exits_in_a_row(tmp_path: Path) -> None:
     """One of each here; ``python -m tests.e2e.exits`` does twenty of each."""
     clean = clean_exit(tmp_path / "clean")
-    assert is_finite(clean), clean
+    assert is_clean(clean), clean
     faulty = faulty_exit(tmp_path / "faulty")
     assert is_faulty(faulty), faulty

@@ -342,7 +342,7 @@ def test_a_compiled_step_function_is_said_to_be_unseen_and_leaves_its_buffers(ca
     with caplog.at_level(logging.WARNING, "ddp_nanguard"), pytest.raises(NonFiniteError) as caught:
         train()
     guard.close()
-    assert caught.value.report.step == 3 and caught.value.report.state == ()
+    assert caught.value.report.step == 3 and caught.value.report.nonfinite_state == ()
     assert all(buffer.isfinite().all() for buffer in net.buffers())
     assert [record.getMessage().partition(",")[0] for record in caplog.records if "no call" in record.getMessage()] == [
         "step 0: no call of the model was seen"

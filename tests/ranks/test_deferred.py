@@ -348,7 +348,7 @@ def _holding_nothing(rank: int, world_size: int) -> Any:
                 optimizer.step()
                 optimizer.zero_grad()
     except NonFiniteError as error:
-        return held, number, error.report.is_own_view
+        return held, number, error.report.single_rank_view
     return held, None, None
 
 

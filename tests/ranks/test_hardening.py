@@ -248,7 +248,7 @@ def test_guards_built_and_closed_often_leave_no_threads_and_no_files() -> None:
 def _lost_peer(rank: int, world_size: int, policy: str, signal_number: int, dump_dir: str) -> Any:
     """Rank 1 is killed or stopped in the fault round; rank 0 ends it for good when it is done itself."""
     from ddp_nanguard import NonFiniteError
-    from ddp_nanguard.fault import policy as policy_module
+    from ddp_nanguard.blame import triage
 
     store = dist.distributed_c10d._get_default_store()
     store.set(f"pid-{rank}", str(os.getpid()))
@@ -256,7 +256,7 @@ def _lost_peer(rank: int, world_size: int, policy: str, signal_number: int, dump
     optimizer = _sgd(model)
     guard = _guard(model, optimizer, on_fault=policy, timeout_s=1, dump_dir=dump_dir)
     if rank == 1:
-        policy_module.report_of = lambda *args: os.kill(os.getpid(), signal_number)  # type: ignore[assignment]
+        triage.report_of = lambda *args: os.kill(os.getpid(), signal_number)  # type: ignore[assignment]
     start = time.monotonic()
     try:
         for step in range(4):

@@ -22,7 +22,9 @@ from tests.replaying import Replayed, replay_alone, replay_on_all_ranks
 from tests.training import Record, digest, digest_of_random, run_jobs
 
 CANNOT, SAME = 5, 0
-DOCUMENTED = "schema_version step world_size wrapper origin between holders sites ranks_affected cause state dump_path"
+DOCUMENTED = (
+    "schema_version step world_size wrapper origin between holders sites ranks_affected cause nonfinite_state dump_path"
+)
 """Fields of the report on which the error, the manifest and ``show --json`` agree."""
 
 
@@ -170,7 +172,7 @@ def test_a_bad_update_is_named(cell: Cell, launch: Launch) -> None:
     """Without ``keep_previous``: the weights, and what the next forward has made of them."""
     ran = launch(cell)
     damaged = {name for record in ran.records for name in (*record.bad_parameters, *record.bad_buffers)}
-    assert set(ran.report["state"]) == damaged
+    assert set(ran.report["nonfinite_state"]) == damaged
     assert (cell.expected.slot in damaged) is not cell.keep_previous
 
 

@@ -312,4 +312,4 @@ def test_a_registered_copy_is_watched() -> None:
     assert report["origin"]["rank"] == 1
     assert report["origin"]["slot"] == "ema.0.weight"
     assert report["step"] == 3
-    assert report["state"] == ["ema.0.weight", "ema.0.bias", "ema.2.weight", "ema.2.bias"]
+    assert report["nonfinite_state"] == ["ema.0.weight", "ema.0.bias", "ema.2.weight", "ema.2.bias"]

@@ -29,7 +29,7 @@ class Masked(nn.Module):
 def _kept(rank: int, world_size: int, verdict: str) -> Any:
     from ddp_nanguard import NanGuard
     from ddp_nanguard.blame import known_nonfinite
-    from ddp_nanguard.probes.slots import is_finite
+    from ddp_nanguard.probes.slots import is_clean
 
     model = Masked()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
@@ -45,9 +45,9 @@ def _kept(rank: int, world_size: int, verdict: str) -> Any:
         optimizer.zero_grad()
         past = [step.slot_stats() for step in guard._context.slots.past()]
         found += [
-            (known_nonfinite(slot_stats), any(not is_finite(stats) for stats in slot_stats)) for slot_stats in past
+            (known_nonfinite(slot_stats), any(not is_clean(stats) for stats in slot_stats)) for slot_stats in past
         ]
-        alive.append(sum(type(thing).__name__ == "Call" for thing in gc.get_objects()))
+        alive.append(sum(type(thing).__name__ == "ModuleCall" for thing in gc.get_objects()))
         del past
     gc.enable()
     guard.close()

@@ -171,7 +171,6 @@ def _limited(rank: int, world_size: int, limit: int) -> Any:
     guard._context.local_gradients.on_gradient = lambda *args: watched(guard._context.gradient, *args)
     model(torch.rand(2, 8)).sum().backward()
     names = [getattr(stats.source, "name", "") for stats in guard._context.slots.slot_stats()]
-    guard._context.backward.ran_since_verdict = False
     guard.close()
     return held, [name for name in names if name]
 
@@ -203,8 +202,7 @@ def _raised(rank: int, world_size: int) -> Any:
     for value in (1.0, MARK):
         with pytest.raises(KeyError):
             guard(torch.full((3, 4), value)).sum().backward()
-        saw.append(guard._policy.has_findings())
-    guard._context.backward.ran_since_verdict = False
+        saw.append(guard._policy.has_findings(guard._monitor.record()))
     guard._context.slots.discard()
     guard.close()
     return saw

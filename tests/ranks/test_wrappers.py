@@ -474,7 +474,7 @@ def removal_body(rank: int, world_size: int, kind: str) -> Any:
     before = hooks_of(model)
     watch = wrapper_of(model).watch_local_gradients(lambda name, gradient: reported.append(name))
     counts = []
-    for action in ("arm", "disarm", "arm", "remove"):
+    for action in ("install_hooks", "remove_hooks", "install_hooks", "remove"):
         pending = loss_of(model, rank, 1)
         getattr(watch, action)()
         pending.backward()  # a graph from before a disarm does not report either

@@ -474,7 +474,7 @@ def test_a_weight_that_this_step_spoilt_was_not_bad_before_it() -> None:
     report = report_of(model, batches(), plant=switch(model))
     assert report is not None
     assert "before the step" not in log_line(report) + report.cause
-    assert report.state == ("b.weight",)
+    assert report.nonfinite_state == ("b.weight",)
 
 
 def test_gradients_that_the_loop_spoilt_are_not_said_to_be_finite() -> None:

@@ -462,7 +462,9 @@ def test_report_text():
 
 
 def test_report_text_of_damage_and_of_nothing():
-    damaged = dataclasses.replace(report(), state=tuple(f"model.w{i}" for i in range(9)), origin=None, sites=())
+    damaged = dataclasses.replace(
+        report(), nonfinite_state=tuple(f"model.w{i}" for i in range(9)), origin=None, sites=()
+    )
     text = report_text(damaged)
     assert text.startswith("step 7: non-finite values; no site could be attributed\n")
     assert "DAMAGED: model.w0, model.w1, model.w2, model.w3, model.w4, model.w5 and 3 more" in text

@@ -70,7 +70,7 @@ def test_growth_from_the_history_alone() -> None:
 
 
 def test_state_from_the_report_alone() -> None:
-    found = reason_for(TraceFacts(report(site("state", kind="nan"), state=("b.weight", "b.bias"))))
+    found = reason_for(TraceFacts(report(site("state", kind="nan"), nonfinite_state=("b.weight", "b.bias"))))
     assert (found.kind, found.sentence) == ("state", "b.weight held NaN before the step")
     assert found.evidence == ("damaged: b.weight, b.bias",)
 

@@ -60,7 +60,7 @@ reports = st.builds(
     num_ranks_affected=counts,
     ranks_affected=st.lists(counts, max_size=3).map(tuple),
     cause=st.text(max_size=20),
-    state=st.lists(st.text(max_size=9), max_size=3).map(tuple),
+    nonfinite_state=st.lists(st.text(max_size=9), max_size=3).map(tuple),
     unchecked=st.lists(st.text(max_size=9), max_size=3).map(tuple),
     notes=st.lists(st.text(max_size=9), max_size=3).map(tuple),
     dump_path=names,
@@ -100,9 +100,7 @@ def test_a_report_survives_strict_json_and_pickling(report: FaultReport) -> None
 def test_the_fields_of_a_report_are_the_documented_ones() -> None:
     report = FaultReport(1, 2, "ddp", SITE).to_dict()
     assert report["schema_version"] == SCHEMA_VERSION
-    documented = (
-        "schema_version step world_size wrapper origin inline_code holders sites ranks_affected cause state dump_path"
-    )
+    documented = "schema_version step world_size wrapper origin inline_code holders sites ranks_affected cause nonfinite_state dump_path"
     assert set(documented.split()) <= set(report)
     origin_fields = {"rank", "micro_batch", "phase", "layer", "call", "slot", "kind"}
     assert origin_fields <= set(report["origin"])

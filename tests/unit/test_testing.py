@@ -69,7 +69,7 @@ def _origin(
         where["micro_batch"] = MICRO_BATCH
     if guard_first:
         guard = NanGuard(model, optimizer, dump_dir=None)
-        injection = inject(model, guard=guard, **where)
+        injection = inject(model, **where)
     else:
         injection = inject(model, **where)
         guard = NanGuard(model, optimizer, dump_dir=None)
@@ -122,7 +122,7 @@ def test_a_relu_that_is_off_does_not_hide_a_backward_fault() -> None:
         model[0].bias.copy_(torch.tensor([-9.0, 1.0, 1.0]))  # type: ignore[operator]  # a parameter
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     guard = NanGuard(model, optimizer, dump_dir=None)
-    injection = inject(model, rank=0, step=0, phase="backward", layer="1", guard=guard)
+    injection = inject(model, rank=0, step=0, phase="backward", layer="1")
     guard(torch.ones(1, 2)).sum().backward()
     with pytest.raises(NonFiniteError, match=r"rank 0, step 0, micro-batch 0, backward: 1 \(call 1\)"):
         optimizer.step()

@@ -125,7 +125,7 @@ def state(known: ReportFacts) -> Reason | None:
 def bad_state(known: ReportFacts, names: list[str], kind: str, counts: tuple[str, ...] = ()) -> Reason:
     """What is said of state that was bad; ``counts``: evidence on it."""
     when = "before any training" if known.report is not None and known.report.step == 0 else "before the step"
-    damaged = list(known.report.state) if known.report is not None else []
+    damaged = list(known.report.nonfinite_state) if known.report is not None else []
     evidence = [*counts, *([f"damaged: {listed(damaged, 8)}"] if damaged else [])]
     return Reason("state", f"{listed(names)} held {kind} {when}", tuple(evidence))
 

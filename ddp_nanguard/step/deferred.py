@@ -3,8 +3,8 @@
 [Note: one step later]
 A fused optimizer takes a flag ``found_inf`` and, where it is set, changes neither weights nor state. The verdict is
 handed to it as it is on the device, so no step waits for the host. The flag of step n is read when step n + 1 is
-judged; by then its gradients are gone, but its slots, micro-batches, random states, buffers and scale were kept, and
-the weights are those from before it. The fault path then runs with all that put in place of the present step's.
+judged; by then its gradients are gone, but its slots, micro-batches, random states, buffers and scale were kept in its
+`StepRecord`, and the weights are those from before it. The fault path is given that record.
 
 A fused SGD that skips the first step of a parameter reads a momentum later that was never written, so a step is judged
 at once where a parameter with a gradient has no state yet: it is new, unfrozen, or its state was cleared.
@@ -12,37 +12,32 @@ at once where a parameter with a gradient has no state yet: it is new, unfrozen,
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .capture.window import AccumulationWindow
-from .context import GuardContext
-from .distributed.verdict import Verdict
-from .fault.policy import FaultPolicy
-from .probes.calls import ModuleCall
-from .probes.severity import Severity
+from ddp_nanguard.blame.triage import VerdictHandler
+from ddp_nanguard.capture.record import StepRecord
+from ddp_nanguard.context import GuardContext
+from ddp_nanguard.distributed.verdict import Verdict
+from ddp_nanguard.probes.severity import Severity
+from ddp_nanguard.probes.slots import PastStep
 
 _NEVER = 1 << 30
 
 
 @dataclass
-class Pending:
-    """A step whose verdict the host has not read yet, and what it will need if that is not clean."""
+class _PendingStep:
+    """A step whose verdict the host has not read yet."""
 
-    step: int
+    record: StepRecord
+    slots: PastStep
     verdict: Verdict
-    window: AccumulationWindow
-    reduced_in: set[int]
-    calls: list[ModuleCall]
-    hyper_parameters: list[tuple[str, float | Tensor]]
 
 
 class DeferredVerdict:
-    """Hands verdicts to optimizers and learns of them one step later.
+    """Hands verdicts to optimizers and reads each of them one step later.
 
     Args:
         context: of the guard.
@@ -52,17 +47,17 @@ class DeferredVerdict:
 
     def __init__(self, context: GuardContext) -> None:
         self._context = context
-        self._pending: Pending | None = None
-        self._spare = context.window.empty_like_this()
+        self._pending: _PendingStep | None = None
+        self._spare = context.window.empty_copy()
         self._flag: Tensor | None = None
-        self._handed: dict[int, Tensor | None] = {}
+        self._theirs: dict[int, Tensor | None] = {}
         self._updated: dict[int, set[int]] = {}
         self._blocks_from = _blocks_from(context)
 
     # -- one step, in order ------------------------------------------------------------------------------------------
 
-    def resolve_previous(self, policy: FaultPolicy) -> None:
-        """What became of the step before.
+    def resolve_previous(self, handler: VerdictHandler) -> None:
+        """Read the verdict of the step before and, where it was not clean, have it handled.
 
         Raises:
             NonFiniteError: on every rank.
@@ -71,16 +66,16 @@ class DeferredVerdict:
         if pending is None:
             return
         try:
-            severity, _, share = pending.verdict.read()
-            self._context.budget.heard(share)
+            severity, _, cost_ppm = pending.verdict.read()
+            self._context.budget.all_ranks_took(cost_ppm)
             if severity is Severity.CLEAN:
-                policy.on_clean_step()
+                handler.on_clean()
             else:
-                with self._as_it_was(pending):
-                    policy.act_on(severity, pending.step)
-                self._context.window.repair_buffer_copies(pending.window)
+                self._context.slots.drop_history(pending.slots)
+                handler.on_verdict(severity, pending.record)
+                self._context.window.repair_buffer_copies(pending.record.window)
         finally:
-            pending.window.clear()
+            pending.record.window.clear()
 
     def can_defer(self) -> bool:
         """Whether each parameter that is trained has been updated, and has the state that its update reads.
@@ -95,12 +90,13 @@ class DeferredVerdict:
         """Keep the step until its verdict is known; the window is a new one. Host sync: none."""
         context = self._context
         self._flag = verdict.as_found_inf(self._blocks_from)
-        context.slots.push_history(step)
-        if context.scaler is not None:
-            context.scaler.remember()
-        numbers = [(name, _kept(value)) for name, value in context.state.hyper_parameters()]
-        self._pending = Pending(step, verdict, context.window, context.reduced_in, context.forward.calls, numbers)
-        self._spare.clear()  # after a raise it holds the step that was told of
+        slots = context.slots.push_history(step)
+        record = context.record(step)
+        record.slots, record.is_current = slots, False
+        record.hyper_parameters = [(name, _kept(value)) for name, value in record.hyper_parameters]
+        record.scaler = context.scaler.snapshot() if context.scaler is not None else None
+        self._pending = _PendingStep(record, slots, verdict)
+        self._spare.clear()  # after a raise it holds the step that was reported
         context.window, self._spare = self._spare, context.window
 
     def set_found_inf(self, optimizer: torch.optim.Optimizer) -> None:
@@ -109,7 +105,7 @@ class DeferredVerdict:
             return
         theirs: Tensor | None = getattr(optimizer, "found_inf", None)
         flag = self._flag.to(self._context.device)
-        self._handed[id(optimizer)] = theirs
+        self._theirs[id(optimizer)] = theirs
         optimizer.found_inf = flag if theirs is None else torch.maximum(theirs, flag)  # type: ignore[attr-defined]
 
     def restore_found_inf(self, optimizer: torch.optim.Optimizer, went_on: bool) -> None:
@@ -119,11 +115,11 @@ class DeferredVerdict:
             optimizer: one of the guard's.
             went_on: whether a verdict that was read let the update go on.
         """
-        if id(optimizer) not in self._handed:
+        if id(optimizer) not in self._theirs:
             if went_on:
                 self._updated.setdefault(id(optimizer), set()).update(_trained(optimizer))
             return
-        theirs = self._handed.pop(id(optimizer))
+        theirs = self._theirs.pop(id(optimizer))
         if theirs is None:
             del optimizer.found_inf  # type: ignore[attr-defined]
         else:
@@ -133,39 +129,23 @@ class DeferredVerdict:
         """This step's verdict is known to the host: the device need not withhold anything."""
         self._flag = None
 
-    @contextlib.contextmanager
-    def unresolved_fault(self) -> Iterator[int | None]:
-        """For a rank that ends before it learns of the step before: that step, put in place, if it was bad.
+    def unresolved_fault(self) -> StepRecord | None:
+        """The step before, if the host has not read its verdict yet and it was bad: for a rank that ends.
 
         Host sync: one read; only where a process ends.
         """
         pending = self._pending
         if pending is None or not self._withheld_update(pending):
-            yield None
-            return
+            return None
         self._pending = None
-        with self._as_it_was(pending):
-            yield pending.step
+        self._context.slots.drop_history(pending.slots)
+        return pending.record
 
-    def _withheld_update(self, pending: Pending) -> bool:
+    def _withheld_update(self, pending: _PendingStep) -> bool:
         try:
             return pending.verdict.read()[0] >= self._blocks_from
         except RuntimeError:
             return False  # the device answers no more
-
-    @contextlib.contextmanager
-    def _as_it_was(self, pending: Pending) -> Iterator[None]:
-        context = self._context
-        present = (context.window, context.reduced_in, context.forward.calls)
-        context.window, context.reduced_in, context.forward.calls = pending.window, pending.reduced_in, pending.calls
-        context.is_late, context.late_hyper_parameters = True, pending.hyper_parameters
-        context.slots.restore_step(pending.step)
-        try:
-            yield
-        finally:
-            context.slots.release_step()
-            context.is_late, context.late_hyper_parameters = False, []
-            context.window, context.reduced_in, context.forward.calls = present
 
 
 def _kept(value: float | Tensor) -> float | Tensor:

@@ -1,0 +1,230 @@
+"""What a verdict that is not clean means: an overflow of the scaler, a warning, or a fault. Decides, and does nothing.
+
+What is done about a fault (stop, skip, warn, dump) lies above, in `fault.policy`; a replay asks the same questions and
+only writes the answers down.
+
+[Note: confirmed]
+The verdict is about what probes saw. By the time of the update somebody may have dealt with a bad gradient: a scaler
+that the guard was not told of has set ``found_inf``, or the loop has cleared or replaced it. Then the step is no fault.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Protocol
+
+from ddp_nanguard.capture.record import StepRecord
+from ddp_nanguard.context import GuardContext
+from ddp_nanguard.probes.gradient import GradientSource
+from ddp_nanguard.probes.severity import NORM_OVERFLOWS_AT, Severity
+from ddp_nanguard.probes.slots import SlotRole, SlotStats, is_clean
+from ddp_nanguard.report.messages import log_line
+from ddp_nanguard.report.types import FaultReport
+
+from . import local_sites
+from .inspect import RankFindings, blame_input, rescan
+from .report import report_of
+
+HARMLESS = "every gradient is finite, the weights are in no danger (on_loss='warn' lets such steps pass)"
+OVERFLOWS_TOLD = 3
+"""Overflows after the first clean step that are told one by one; from then on every hundredth."""
+
+
+class Decision(enum.Enum):
+    """What becomes of the update."""
+
+    CLEAN = enum.auto()
+    """It goes ahead, and the step counts as a clean one."""
+    PROCEED = enum.auto()
+    """It goes ahead, or a scaler withholds it by itself; what the probes saw is not kept as that of a clean step."""
+    SKIP = enum.auto()
+    """It is left out, on all ranks."""
+
+
+class VerdictHandler(Protocol):
+    """Acts on the verdicts of a guard. Every rank calls it with the same verdict, in the same order."""
+
+    def on_clean(self) -> None:
+        """Nothing is bad on any rank."""
+
+    def on_verdict(self, severity: Severity, record: StepRecord) -> Decision:
+        """Something is bad on some rank.
+
+        Raises:
+            NonFiniteError: on every rank, to stop.
+        """
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What a verdict means.
+
+    Attributes:
+        decision: None for a fault, about which somebody else decides.
+        severity: ``LOSS`` or ``FAULT`` where there is no decision.
+        cause: what is known of a fault already, such as a scale collapse.
+        warnings: what is worth a line in the log.
+        findings, report: what this rank and what all ranks found; only after `Triage.examine`, and None where it
+            turned out to be no fault.
+    """
+
+    decision: Decision | None
+    severity: Severity = Severity.CLEAN
+    cause: str = ""
+    warnings: tuple[str, ...] = ()
+    findings: RankFindings | None = None
+    report: FaultReport | None = None
+
+
+class Triage:
+    """Tells what verdicts mean. Every rank asks it in the same order.
+
+    Args:
+        context: of the guard.
+
+    Attributes:
+        num_overflows: steps that a scaler has skipped so far.
+        let_through: the last step whose fault was let through, as whoever decided about it says.
+    """
+
+    def __init__(self, context: GuardContext) -> None:
+        self._context = context
+        self.num_overflows = 0
+        self.let_through: int | None = None
+        self._overflows_in_a_row = 0
+        self._later_overflows = 0
+        self._has_been_clean = False
+        self._said: set[str] = set()
+
+    def on_clean(self) -> None:
+        """A step was clean. Collective: none. Host sync: none."""
+        self._has_been_clean = True
+        self._overflows_in_a_row = 0
+
+    def judge(self, severity: Severity, record: StepRecord) -> Judgement:
+        """What a verdict means, at first sight.
+
+        Args:
+            severity: the verdict, not clean.
+            record: of the step.
+
+        Returns:
+            A decision, or none where there seems to be a fault: then `examine` comes next.
+
+        Collective: under a scaler one all-reduce of 8 bytes, and the fault round for each overflow that is told, on
+        the fault group; else none.
+        """
+        if severity is Severity.OVERFLOW:
+            return self._overflow(record)
+        self._overflows_in_a_row = 0
+        if severity in (Severity.LOSS, Severity.FAULT):
+            return Judgement(None, severity)
+        self._has_been_clean = self._has_been_clean or record.is_current
+        return Judgement(Decision.CLEAN, warnings=tuple(self._new_warnings(record)))
+
+    def examine(self, judgement: Judgement, record: StepRecord) -> Judgement:
+        """Look again at a fault, and ask all ranks.
+
+        Returns:
+            With findings and report; with a decision where it is no fault, see [Note: confirmed].
+
+        Collective: one all-reduce of 40 bytes, and the fault round, on the fault group. Host sync: many.
+        """
+        findings = rescan(self._context, record)
+        severity, cause, warnings = judgement.severity, judgement.cause, judgement.warnings
+        if not cause:
+            severity, told = self._confirmed(severity, record, findings)
+            warnings += told
+        if severity is Severity.CLEAN:
+            return Judgement(Decision.PROCEED, warnings=warnings)
+        if severity is Severity.LOSS:
+            cause = HARMLESS
+        report = self.report(record, findings, cause)
+        return Judgement(None, severity, cause, warnings, findings, report)
+
+    def report(self, record: StepRecord, findings: RankFindings, cause: str) -> FaultReport:
+        """The report of all ranks. Collective: the fault round, on the fault group."""
+        return report_of(self._context, record, findings, cause, self.let_through)
+
+    def has_findings(self, record: StepRecord) -> bool:
+        """Whether this rank's own slots and state show a fault. Collective: none. Host sync: many."""
+        findings = rescan(self._context, record)
+        return any(not ranked.low_confidence for ranked in local_sites(blame_input(self._context, record, findings)))
+
+    # -- overflows of a scaler ---------------------------------------------------------------------------------------
+
+    def _overflow(self, record: StepRecord) -> Judgement:
+        self.num_overflows += 1
+        self._overflows_in_a_row += 1
+        config = self._context.config
+        scale = float((record.scaler_state() or {}).get("scale", 1.0))
+        too_many = self._overflows_in_a_row >= config.max_consecutive_overflows
+        (too_small,) = self._context.ranks.any_of(scale < config.scale_floor)
+        if not too_many and not too_small:
+            return Judgement(Decision.PROCEED, warnings=self._about_overflow(record, scale))
+        below = f"a scale fell below scale_floor={config.scale_floor:g}"  # on some rank: the text is the same on all
+        reason = f"{self._overflows_in_a_row} overflows in a row" if too_many else below
+        return Judgement(None, Severity.FAULT, cause=f"scale collapse: {reason}")
+
+    def _about_overflow(self, record: StepRecord, scale: float) -> tuple[str, ...]:
+        """The first ones are the scaler's search for a scale; later ones are worth a line, and where they began."""
+        if not self._has_been_clean:
+            return ()
+        self._later_overflows += 1
+        if self._later_overflows > OVERFLOWS_TOLD and self._later_overflows % 100:
+            return ()
+        line = log_line(self.report(record, rescan(self._context, record), "overflow"))
+        return (f"{line}; scale {scale:g}: the scaler skips the step (overflow {self.num_overflows})",)
+
+    # -- faults ------------------------------------------------------------------------------------------------------
+
+    def _confirmed(
+        self, severity: Severity, record: StepRecord, findings: RankFindings
+    ) -> tuple[Severity, tuple[str, ...]]:
+        """The severity once more, and what is to be said about it; see [Note: confirmed]."""
+        context = self._context
+        if not record.is_current:
+            return severity, ()  # its gradients are gone, its update has been withheld
+        other = bool(findings.nonfinite_state.names() or findings.hyper_parameters)
+        # a scaler that nobody told us of has set found_inf, and the device is going to skip the update
+        unasked = any(getattr(optimizer, "found_inf", None) is not None for optimizer in context.optimizers)
+        other, seen, now, loss, unasked = context.ranks.any_of(
+            other, findings.gradients_bad_seen, findings.gradients_bad_now, findings.loss_bad, unasked
+        )
+        by_gradients_alone = severity is Severity.FAULT and seen and not other and context.scaler is None
+        if not by_gradients_alone or (now and not unasked):
+            return severity, ()
+        text = (
+            "gradients were non-finite in backward and somebody has dealt with them, so the step goes on; "
+            "if that is a GradScaler, pass scaler= (this is said once)"
+        )
+        return Severity.LOSS if loss else Severity.CLEAN, self._once(text, text)
+
+    # -- warnings ----------------------------------------------------------------------------------------------------
+
+    def _new_warnings(self, record: StepRecord) -> list[str]:
+        found: list[str] = []
+        for stats in record.slots.slot_stats():
+            text = _warning_for(stats, self._context.config.grad_norm_warn)
+            if text is not None:
+                found += self._once(text, f"step {record.step}: {text} ({stats.maximum:g}); this is said once")
+        return found
+
+    def _once(self, key: str, text: str) -> tuple[str, ...]:
+        if key in self._said:
+            return ()
+        self._said.add(key)
+        return (text,)
+
+
+def _warning_for(stats: SlotStats, norm_limit: float | None) -> str | None:
+    if stats.role is SlotRole.WARN and not is_clean(stats):
+        return f"buffer {stats.source.name} was non-finite on this rank only; DDP has overwritten it with rank 0's"
+    if stats.role is SlotRole.NORM and norm_limit is not None and stats.maximum > norm_limit:
+        return f"the gradient norm exceeds grad_norm_warn={norm_limit:g}"
+    is_gradient = stats.role is SlotRole.GRADIENT and isinstance(stats.source, GradientSource)
+    if is_gradient and NORM_OVERFLOWS_AT < max(-stats.minimum, stats.maximum) < float("inf"):
+        name = stats.source.name
+        return f"the gradient of {name} is so large that its norm overflows float32: clipping would zero all"
+    return None

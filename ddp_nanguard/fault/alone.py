@@ -1,0 +1,76 @@
+"""A rank that ends on its own: its code raised, or a peer's did. Nothing here waits for a collective.
+
+See [Note: who tells whom] in `distributed.abort`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ddp_nanguard.capture.record import StepRecord
+from ddp_nanguard.context import GuardContext
+from ddp_nanguard.distributed.abort import AbortSignal
+from ddp_nanguard.distributed.exit import exit_process
+from ddp_nanguard.report.messages import log_line
+
+from .policy import FaultPolicy
+
+PEER_GRACE_S = 1.0
+"""How long a rank whose own code raised, with finite values, waits for a peer that may have raised first."""
+
+
+class SingleRankExit:
+    """Writes this rank's part of a dump when it, or a peer, is not going to reach a collective any more.
+
+    Args:
+        context: of the guard.
+        policy: writes the dump.
+        record: gives the step that is to be dumped: the one that is running, or the one before it where that was bad
+            and its verdict has not been read yet.
+
+    A thread polls the job's store; see `AbortSignal`.
+    """
+
+    def __init__(self, context: GuardContext, policy: FaultPolicy, record: Callable[[], StepRecord]) -> None:
+        self._context = context
+        self._policy = policy
+        self._record = record
+        ranks, timeout_s = context.ranks, context.config.timeout_s
+        self._abort: AbortSignal | None = None
+        if ranks.world_size > 1:
+            self._abort = AbortSignal(ranks.name, ranks.rank, ranks.world_size, timeout_s, self._on_abort)
+
+    def on_uncaught_exception(self, error: BaseException) -> int | None:
+        """The job's own exception ends this process.
+
+        If this rank's slots are bad, or a peer raised before: write the local part, tell the peers, wait for theirs.
+
+        Returns:
+            The exit code, None where the exception has nothing to do with a fault.
+        """
+        record = self._record()
+        is_told = not record.is_current or (self._abort is not None and self._abort.is_set())
+        if not is_told and not self._policy.has_findings(record) and not self._hears_of_peer():
+            return None
+        report = self._policy.dump_single_rank(record, f"this rank raised {type(error).__name__} on its own")
+        if report is None:  # the other thread is at it, and ends the process when it has done
+            time.sleep(self._context.config.timeout_s)
+        elif self._abort is not None:
+            self._abort.set(log_line(report))
+            self._abort.wait_for_all()
+        return self._context.config.exit_code
+
+    def _hears_of_peer(self) -> bool:
+        return self._abort is not None and self._abort.wait(PEER_GRACE_S)
+
+    def _on_abort(self, text: str) -> None:
+        """A peer has raised, and this rank's main thread may wait for it for ever. Runs on the polling thread."""
+        if self._abort is not None and self._policy.dump_with_peer(self._record(), text):
+            self._abort.wait_for_all()
+            exit_process(self._context.config.exit_code)
+
+    def close(self) -> None:
+        """Stop listening."""
+        if self._abort is not None:
+            self._abort.close()

@@ -1,0 +1,75 @@
+"""Tensors made non-finite.
+
+[Note: corrupted by division]
+A value of the forward or the backward is corrupted by an operator with finite inputs, a division by zero, so that a
+trace finds the operator as it would find one in the user's code. Of a value of the forward the first element is hit,
+the others keep their bits. Of a gradient, and of a weight before the step, every element is: one alone may meet a ReLU
+that was off, or a row of an embedding that nobody looks up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_nanguard.tensors.containers import copy_containers, tensors_in
+from ddp_nanguard.tensors.minmax import is_plain
+
+_NUMERATORS = {"nan": 0.0, "inf": 1.0, "-inf": -1.0}
+
+
+def corrupted(tensor: Tensor, kind: str, everywhere: bool = False) -> Tensor:
+    """``tensor`` with its first element made non-finite, see [Note: corrupted by division]; differentiable."""
+    with torch.no_grad():
+        numerator, denominator = torch.zeros_like(tensor), torch.ones_like(tensor)
+        first = ... if everywhere else (0,) * tensor.dim()
+        numerator[first], denominator[first] = _NUMERATORS[kind], 0.0
+        addend = numerator / denominator
+    return tensor + addend
+
+
+class CorruptedGradient(torch.autograd.Function):
+    """Identity whose gradient is corrupted on its way back."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, kind: str, on_backward: Callable[[], None]) -> Tensor:
+        """A copy, so that the code after it may change it in place."""
+        ctx.kind, ctx.on_backward = kind, on_backward
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """The gradient of the values, corrupted."""
+        ctx.on_backward()
+        return corrupted(gradient, ctx.kind, everywhere=True), None, None
+
+
+def with_first_corrupted(value: Any, corrupt: Callable[[Tensor], Tensor]) -> tuple[Any, bool]:
+    """``value``, copied, with the first floating tensor in it replaced; whether there was one."""
+    first = next((tensor for tensor in tensors_in(value) if is_plain(tensor)), None)
+    done = False
+
+    def keep(tensor: Tensor) -> Tensor:
+        nonlocal done
+        if tensor is not first or done:
+            return tensor
+        done = True
+        return corrupt(tensor)
+
+    copied = copy_containers(value, keep) if first is not None else value
+    return copied, done
+
+
+@torch.no_grad()
+def corrupt_first(tensor: Tensor, kind: str) -> None:
+    """Make the first element of a plain tensor non-finite, in place."""
+    tensor[(0,) * tensor.dim()] = float(kind)
+
+
+@torch.no_grad()
+def corrupt_all(tensor: Tensor, kind: str) -> None:
+    """Make every element of a plain tensor non-finite, in place."""
+    tensor.fill_(float(kind))

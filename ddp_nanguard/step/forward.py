@@ -1,0 +1,104 @@
+"""What is done where the loop calls the model: hooks on or off, buffers and initial state kept, compilation followed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ddp_nanguard.context import GuardContext
+from ddp_nanguard.hooks.loop import LoopHooks
+
+from .stage import ModelEntry
+
+
+class ModelForward:
+    """The beginning and the end of the model's forward.
+
+    Args:
+        context: of the guard.
+        hooks: on the model; put on anew where the model is compiled later.
+        at_model: called with the arguments of a forward in grad mode, before anything is kept of it.
+    """
+
+    def __init__(
+        self,
+        context: GuardContext,
+        hooks: LoopHooks,
+        at_model: Callable[[tuple[Any, ...], dict[str, Any]], None],
+    ) -> None:
+        self._context = context
+        self._hooks = hooks
+        self._at_model = at_model
+        self._entry = ModelEntry.NOT_YET
+
+    def attach(self) -> None:
+        """Put the hooks on the model."""
+        context = self._context
+        context.forward.on_root = self._before_root
+        context.forward.on_idle = context.remove_hooks
+        context.follow_compilation()
+        self._hook_model()
+        context.install_hooks()  # after the entry hook, which on a plain module has to run before the root's own
+
+    def _hook_model(self) -> None:
+        come_late = self._context.has_hooks or any(self._context.compiled)
+        self._hooks.hook_model(before_others=come_late, sees_output=self._context.root_is_traced)
+
+    def follow_compilation(self) -> None:
+        """The model may be compiled between the making of the guard and the first step."""
+        if self._entry is ModelEntry.NOT_YET:
+            before = self._context.compiled
+            self._context.follow_compilation()
+            if before != self._context.compiled:
+                self._hook_model()
+
+    def before_call(self) -> None:
+        """Without grad mode hooks come off before the call, so that no layer chooses another kernel."""
+        self.follow_compilation()
+        if not torch.is_grad_enabled():
+            self._context.remove_hooks()
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The model, wrapper included, is about to run."""
+        context = self._context
+        self.follow_compilation()
+        if not torch.is_grad_enabled():
+            context.remove_hooks()
+            return
+        context.wrapper.refuse_join()
+        is_first, self._entry = self._entry is ModelEntry.NOT_YET, ModelEntry.SEEN
+        root_hook_missed = context.install_hooks() and context.wrapper.root is context.wrapper.model
+        context.forward.begin_root()
+        context.backward.reset()
+        self._at_model(args, kwargs)
+        if context.root_is_traced:
+            context.window.snapshot_buffers(context.named_buffers())
+        if is_first:
+            context.probe_initial_state()
+        context.probe_buffers_before_broadcast()
+        if root_hook_missed:  # hooks put on a module from one of its own hooks begin with its next call
+            context.forward.before("", args, kwargs)
+
+    def _before_root(self) -> None:
+        """Inside the wrapper, after its broadcast: keep the buffers before the model changes them."""
+        context = self._context
+        context.window.snapshot_buffers(context.named_buffers())
+        context.probe_initial_buffers()
+
+    def sees_output(self) -> bool:
+        """Whether the output has to be looked at here, since the root runs inside compiled code."""
+        context = self._context
+        return context.root_is_traced and context.watches_activations and torch.is_grad_enabled()
+
+    def stand_in(self) -> None:
+        """A micro-batch begins after a verdict: do what the model's entry would have done, if that is never seen."""
+        if self._entry is ModelEntry.SEEN:
+            return
+        context = self._context
+        context.window.snapshot_buffers(context.named_buffers())
+        if self._entry is ModelEntry.NOT_YET:
+            self._entry = ModelEntry.STOOD_IN
+            context.probe_initial_state()
+            context.probe_initial_buffers()

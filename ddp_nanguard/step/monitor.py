@@ -1,0 +1,376 @@
+"""`StepMonitor`: the life of one optimizer step, from the first batch to the verdict and the update.
+
+It lets the probes look, asks all ranks for the verdict, and hands that to a `VerdictHandler`. It knows of no policy, no
+dump and no replay: a guard hands in what stops or skips (`fault.policy`), a replay what writes the verdict down.
+
+Read on in: `probes` (what is looked at, and where it is left), `distributed.verdict` (the one collective), `blame`
+(who did it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ddp_nanguard.blame.triage import Decision, VerdictHandler
+from ddp_nanguard.capture.record import StepRecord
+from ddp_nanguard.context import GuardContext
+from ddp_nanguard.distributed.verdict import Verdict
+from ddp_nanguard.errors import NonFiniteError
+from ddp_nanguard.hooks.loop import LoopHooks
+from ddp_nanguard.inject.step_counter import BatchHook, LossHook
+from ddp_nanguard.probes.coverage import HookCheck
+from ddp_nanguard.probes.severity import Severity, SeverityReducer
+from ddp_nanguard.probes.slots import SlotRole
+from ddp_nanguard.probes.sources import LossSource
+from ddp_nanguard.report.types import Phase
+
+from .deferred import DeferredVerdict
+from .forward import ModelForward
+from .stage import LastVerdict, StepStage
+
+_T = TypeVar("_T")
+_NO_BATCH = object()
+
+
+class StepMonitor:
+    """Follows one training loop.
+
+    Args:
+        context: what it is composed of.
+        handler: acts on verdicts.
+
+    Attributes:
+        step: number of the step that is running: verdicts so far, from ``first_step``.
+        stage: where the loop is in it.
+        has_unjudged_update: whether weights have changed since the last verdict, or one has not been read yet.
+        batch_hooks, loss_hooks: see `StepCounter`; empty but in a fire drill.
+
+    Collective: one MAX all-reduce of 16 bytes per verdict. Host sync: one read per verdict.
+    """
+
+    def __init__(self, context: GuardContext, handler: VerdictHandler) -> None:
+        config = context.config
+        self.step = config.first_step
+        self.stage = StepStage.IDLE
+        self.batch_hooks: list[BatchHook] = []
+        self.loss_hooks: list[LossHook] = []
+        self._context = context
+        self._handler = handler
+        self._severity = SeverityReducer(
+            context.slots, context.device, context.scaler is not None, config.grad_norm_warn
+        )
+        self._deferred = DeferredVerdict(context) if config.verdict == "deferred" else None
+        self._hook_check = HookCheck(context.forward, context.slots) if context.watches_activations else None
+        # - the loop
+        self._batch: Any = _NO_BATCH
+        self._last: LastVerdict | None = None
+        self.has_unjudged_update = False
+        self._hooks = LoopHooks(self, context.wrapper.model, context.optimizers)
+        self._forward = ModelForward(context, self._hooks, self._at_model)
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether anything is looked at; not so once it is closed."""
+        return self.stage is not StepStage.CLOSED
+
+    # -- 1. a micro-batch ----------------------------------------------------------------------------------------------
+
+    def begin_micro_batch(self, batch: Any) -> Any:
+        """The loader has produced an item; what is returned goes to the loop."""
+        self._forward.follow_compilation()
+        for hook in self.batch_hooks:
+            batch = hook(batch, self.step, len(self._context.window.micro_batches))
+        self._batch = batch
+        self._timed(self._open_micro_batch, batch)
+        if self._last is not None:
+            self._forward.stand_in()
+        return batch
+
+    def _open_micro_batch(self, batch: Any) -> None:
+        context = self._context
+        context.flush_compiled()
+        micro_batch = context.window.begin_micro_batch(batch)
+        context.forward.begin_micro_batch(micro_batch.index)
+        is_only = micro_batch.index == 0 or context.backward.ran
+        context.gradient.micro_batch = micro_batch.index if is_only else None  # one backward for several: not known
+        context.backward.ran = False
+        if self.stage is not StepStage.BACKWARD:
+            self.stage = StepStage.COLLECTING
+
+    def _needs_micro_batch(self) -> bool:
+        """Whether a call of the model begins one: without a loader each call after a backward does."""
+        return not self.has_open_window() or (not self.has_loader() and self._context.backward.ran)
+
+    def has_open_window(self) -> bool:
+        """Whether a micro-batch is open."""
+        return bool(self._context.window.micro_batches)
+
+    # -- 2. the model is called ----------------------------------------------------------------------------------------
+
+    def before_call(self) -> None:
+        """The loop calls the guard, and the guard the model."""
+        self._forward.before_call()
+
+    def before_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The model, wrapper included, is about to run."""
+        self._timed(self._forward.enter, args, kwargs)
+
+    def _at_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A micro-batch begins here, unless the loader has begun one."""
+        if self._needs_micro_batch():
+            self._open_micro_batch(self._batch if self.has_loader() else {"args": args, "kwargs": kwargs})
+
+    def after_model(self, output: Any) -> None:
+        """The model has run."""
+        if self._forward.sees_output():
+            self._timed(self._context.forward.probe_root_output, output)
+
+    # -- 3. the loss ---------------------------------------------------------------------------------------------------
+
+    def watch_loss(self, name: str, value: Tensor) -> None:
+        """A loss of the micro-batch. Host sync: none."""
+        self._timed(self._probe_loss, name, value)
+
+    def _probe_loss(self, name: str, value: Tensor) -> None:
+        context = self._context
+        if not self.has_open_window():
+            self._open_micro_batch(self._batch if self.has_loader() else None)
+        micro_batch = context.window.micro_batches[-1]
+        for hook in self.loss_hooks:
+            hook(value, micro_batch.index)
+        micro_batch.losses[name] = value.detach()
+        if context.config.watches(Phase.LOSS):
+            context.slots.reduce(SlotRole.LOSS, value, LossSource(name, micro_batch.index))
+
+    # -- 4. the backward -----------------------------------------------------------------------------------------------
+
+    def _on_backward(self) -> None:
+        self.stage = StepStage.BACKWARD
+
+    def _on_local_backward_end(self) -> None:
+        """Everything of this rank is computed, the wrapper's communication not yet done."""
+        self._timed(self._context.gradient.flush_pending)
+
+    def _on_backward_end(self) -> None:
+        """The wrapper's communication is done too."""
+        self._timed(self._after_backward)
+
+    def _after_backward(self) -> None:
+        context = self._context
+        if context.wrapper.will_reduce():
+            context.window.mark_reduced()
+            if context.config.watches(Phase.REDUCE):
+                context.gradient.probe_reduced()
+        else:
+            context.gradient.mark_checked()
+        if context.config.grad_norm_warn is not None:
+            context.gradient.probe_norm()
+
+    # -- 5. the verdict ------------------------------------------------------------------------------------------------
+
+    def check(self) -> bool:
+        """The verdict now; whether the update may go ahead. Before any rank's backward it is no step of its own."""
+        return self._judge(is_step=False)
+
+    def before_update(self, optimizer: torch.optim.Optimizer) -> bool:
+        """``optimizer.step`` is entered: may it go on? Optimizers that step after one backward share a verdict."""
+        last = self._last
+        if last is not None and self.stage is not StepStage.BACKWARD and id(optimizer) not in last.optimizers:
+            if last.error is not None:
+                raise last.error
+            goes_on = last.goes_on
+        else:
+            goes_on = self._judge(is_step=True)
+        assert self._last is not None
+        self._last.optimizers.add(id(optimizer))
+        return goes_on
+
+    def _judge(self, is_step: bool) -> bool:
+        with torch.inference_mode(False), torch.no_grad():  # slots must not become inference tensors
+            self._resolve_previous()
+            verdict = self._ask_all_ranks()
+            if self._deferred is not None and is_step and self._deferred.can_defer():
+                return self._defer(verdict)
+            return self._read(verdict, is_step)
+
+    def _ask_all_ranks(self) -> Verdict:
+        context, ran_backward = self._context, self.stage is StepStage.BACKWARD
+        severity = self._timed(self._own_severity)
+        cost_ppm = context.budget.parts_per_million() if ran_backward else 0
+        verdict = context.ranks.all_reduce_verdict(severity, ran_backward, cost_ppm)
+        self.has_unjudged_update = False
+        if ran_backward and self._hook_check is not None:
+            self._hook_check.after_backward(self.step, context.root_is_traced)
+        return verdict
+
+    def _own_severity(self) -> Tensor:
+        context = self._context
+        context.probe_before_verdict(self.step)
+        is_bad = context.config.watches(Phase.OPTIMIZER) and context.state.probe_hyper_parameters()
+        return self._severity.severity(Severity.FAULT if is_bad else Severity.CLEAN)
+
+    def _read(self, verdict: Verdict, is_step: bool) -> bool:
+        if self._deferred is not None:
+            self._deferred.resolved_now()
+        severity, any_backward, cost_ppm = verdict.read()
+        if severity is Severity.CLEAN and not (is_step or any_backward):
+            return True
+        self._last = last = LastVerdict()
+        try:
+            decision = self._timed(self._handle, severity)
+        except NonFiniteError as error:
+            last.error, last.goes_on = error.without_traceback(), False
+            self._context.slots.discard()
+            raise
+        finally:
+            self._close_window()
+        last.goes_on = decision is not Decision.SKIP
+        self._context.budget.all_ranks_took(cost_ppm)
+        self._next_step()
+        return last.goes_on
+
+    def _handle(self, severity: Severity) -> Decision:
+        decision = Decision.CLEAN
+        if severity is Severity.CLEAN:
+            self._handler.on_clean()
+        else:
+            decision = self._handler.on_verdict(severity, self.record())
+        if decision is Decision.CLEAN:
+            self._context.keep_clean_step(self.step)
+        else:
+            self._context.slots.discard()
+        return decision
+
+    def record(self) -> StepRecord:
+        """The step that is running, as the fault path needs it."""
+        return self._context.record(self.step)
+
+    # -- verdict="deferred": the host learns of it one step later ------------------------------------------------------
+
+    def _defer(self, verdict: Verdict) -> bool:
+        assert self._deferred is not None
+        self._deferred.defer(self.step, verdict)
+        self._last, self.has_unjudged_update = LastVerdict(), True
+        self._close_window()
+        self._next_step()
+        return True
+
+    def _resolve_previous(self) -> None:
+        if self._deferred is None:
+            return
+        try:
+            self._deferred.resolve_previous(self._handler)
+        except NonFiniteError as error:
+            self._last = LastVerdict(goes_on=False, error=error.without_traceback())
+            self._context.slots.discard()  # of the step that is given up with it
+            self._close_window()
+            raise
+
+    def last_record(self) -> StepRecord:
+        """What a rank that ends now has to tell of: the step before, if it was bad and not read yet, or this one."""
+        unresolved = self._deferred.unresolved_fault() if self._deferred is not None else None
+        return unresolved or self.record()
+
+    # -- 6. the update -------------------------------------------------------------------------------------------------
+
+    def begin_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """The update is about to use its gradients, clipped and unscaled as they are by now."""
+        context = self._context
+        if self._deferred is not None:
+            self._deferred.set_found_inf(optimizer)
+        if context.previous is not None and self._last_goes_on():
+            context.previous.keep_gradients(dict(context.state.named_parameters_of(optimizer)))
+
+    def after_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """The weights have changed; what they are now rides with the next verdict."""
+        goes_on = self._last_goes_on()
+        if self._deferred is not None:
+            self._deferred.restore_found_inf(optimizer, goes_on)
+        if goes_on and self._context.config.watches(Phase.OPTIMIZER):
+            with torch.no_grad():
+                self._timed(self._context.state.probe_update, optimizer)
+            self.has_unjudged_update = True
+        if self.stage is StepStage.JUDGED:
+            self.stage = StepStage.UPDATED
+
+    def _last_goes_on(self) -> bool:
+        return self._last is None or self._last.goes_on
+
+    def _close_window(self) -> None:
+        context = self._context
+        context.window.clear()
+        if context.scaler is not None:
+            context.scaler.new_window()
+        context.forward.release_window()
+        context.gradient.release_window()
+        context.backward.ran = False
+        self.stage = StepStage.JUDGED
+
+    def _next_step(self) -> None:
+        self.step += 1
+        self._context.budget.next_step()
+
+    # -- a step counter, for faults that are injected on purpose -------------------------------------------------------
+
+    def entering(self) -> tuple[int, int] | None:
+        """See `StepCounter`."""
+        if not self.is_watching:
+            return None
+        num_open = len(self._context.window.micro_batches)
+        return self.step, num_open if self._needs_micro_batch() else num_open - 1
+
+    def updating(self) -> int | None:
+        """See `StepCounter`. The verdict may have been given already: for a scaler, `check` or another optimizer."""
+        if not self.is_watching:
+            return None
+        is_judged = self._last is not None and self.stage is not StepStage.BACKWARD
+        return self.step - is_judged
+
+    def has_loader(self) -> bool:
+        """Whether the loop takes its batches from ``guard.steps``."""
+        return self._batch is not _NO_BATCH
+
+    # -- on and off ----------------------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Put the hooks on."""
+        context = self._context
+        context.backward.on_begin = self._on_backward
+        context.backward.on_local_end = self._on_local_backward_end
+        context.backward.on_end = self._on_backward_end
+        self._forward.attach()
+        self._hooks.hook_optimizers()
+        if context.scaler is not None:
+            context.scaler.watch(self.before_update)
+
+    def is_inside_scaler(self) -> bool:
+        """Whether ``scaler.step`` is running, whose entry has been judged."""
+        return self._context.scaler is not None and self._context.scaler.is_inside
+
+    def _timed(self, probe: Callable[..., _T], *args: Any) -> _T:
+        """Probes are timed in the few steps that `Budget` measures."""
+        meter = self._context.slots.meter
+        return probe(*args) if meter is None else meter.run(probe, *args)
+
+    def close(self) -> None:
+        """The model, the optimizers and the scaler as they were. Collective: none. May be called again."""
+        if self.stage is StepStage.CLOSED:
+            return
+        self.stage = StepStage.CLOSED
+        self._hooks.remove()
+        self._context.unhook()
+
+    def release(self) -> None:
+        """After `close`: nothing here keeps the model alive; the number of the step stays."""
+        self.close()
+        del self._context, self._handler, self._severity, self._deferred, self._hook_check, self._hooks
+        del self._forward
+        del self._batch, self._last
+
+    def count_step(self) -> None:
+        """A step of a loop that is not watched."""
+        self.step += 1
