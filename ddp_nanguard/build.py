@@ -68,7 +68,7 @@ def validate_args(
     for each in optimizers:
         _require_fitting_optimizer(each, wrapper)
         _require_deferrable(config, each, wrapper)
-    fitting = require_fitting_scaler(scaler, wrapper.kind) if config.enabled else None
+    fitting = require_fitting_scaler(scaler, wrapper) if config.enabled else None
     return ValidatedArgs(config, wrapper, optimizers, fitting, _recipe_directory(replay))
 
 
@@ -96,7 +96,7 @@ def _require_deferrable(config: GuardConfig, optimizer: torch.optim.Optimizer, w
             "option keep_previous=True with verdict='deferred' would put back the wrong step, since the host is one "
             "behind; give verdict='sync', or keep_previous=False"
         )
-    if wrapper.kind == "plain" and dist.is_initialized() and dist.get_world_size() > 1:
+    if not wrapper.communicates and dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(
             "option verdict='deferred' with several ranks needs DDP or FSDP, which give all ranks the same gradients; "
             "wrap the model, or give verdict='sync'"
@@ -105,7 +105,7 @@ def _require_deferrable(config: GuardConfig, optimizer: torch.optim.Optimizer, w
 
 def _require_eager_autograd(wrapper: Wrapper) -> None:
     settings = sys.modules.get("torch._dynamo.config")  # not loaded: nobody has asked for it, and it loads slowly
-    if wrapper.kind == "ddp" and settings is not None and getattr(settings, "compiled_autograd", False):
+    if wrapper.hides_compiled_gradients and settings is not None and getattr(settings, "compiled_autograd", False):
         raise ValueError(
             "torch._dynamo.config.compiled_autograd=True compiles DDP's backward, whose hooks then see no gradient; "
             "set it to False"

@@ -23,6 +23,8 @@ from .inject.injector import follow_counter, warn_of_disabled
 from .inject.step_counter import unregister_counter
 from .step.monitor import StepMonitor
 
+__frame_role__ = "passes on"  # see `hooks.frames`
+
 
 class NanGuard:
     """Stops every rank in the same step, before the weights change, when a value goes non-finite on any of them.

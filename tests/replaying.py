@@ -49,7 +49,7 @@ def _alone(rank: int, world_size: int, dumps: list[str], options: list[str]) -> 
 
 
 def replay_on_all_ranks(dump: str, world_size: int, *options: str) -> list[Replayed]:
-    """As ``torchrun launch/replay.py DUMP`` starts it: every rank takes its own window."""
+    """As ``torchrun -m ddp_nanguard replay DUMP`` starts it: every rank takes its own window."""
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     return run_ranks(
         _together,
@@ -63,11 +63,11 @@ def replay_on_all_ranks(dump: str, world_size: int, *options: str) -> list[Repla
 
 
 def _together(rank: int, world_size: int, arguments: list[str]) -> Replayed:
-    from ddp_nanguard.cli.replay_ranks import main
+    from ddp_nanguard.cli.main import main
 
     for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", world_size)):
         os.environ[name] = str(value)
-    return _captured(lambda: main(arguments))
+    return _captured(lambda: main(["replay", *arguments]))
 
 
 def _captured(run: Any) -> Replayed:

@@ -18,6 +18,8 @@ from .forward import forward_sites, input_sites, known_nonfinite, loss_sites
 from .state import late_sites, state_sites
 from .view import BlameInput, NonFiniteState, NonFiniteTensor, RankedSite
 
+__frame_role__ = "probe"  # see `hooks.frames`
+
 __all__ = [
     "BlameInput",
     "CompiledTensorRecord",

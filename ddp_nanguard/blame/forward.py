@@ -8,8 +8,8 @@ from ddp_nanguard.probes.backward import GradientHook
 from ddp_nanguard.probes.calls import ModuleCall, TensorRecord
 from ddp_nanguard.probes.slots import SlotRole, SlotStats, is_clean
 from ddp_nanguard.probes.sources import KnownNonFinite, LossSource
-from ddp_nanguard.report.messages import layer_text
 from ddp_nanguard.report.types import Evidence, InlineCode, Phase, Site
+from ddp_nanguard.report.wording import layer_text
 from ddp_nanguard.tensors.minmax import evidence, kind_of
 
 from .view import BlameInput, NonFiniteTensor, RankedSite, WorstKinds, worst

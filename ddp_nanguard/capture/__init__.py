@@ -1,1 +1,3 @@
 """What is kept of a step: micro-batches, buffers, random states."""
+
+__frame_role__ = "probe"  # see `hooks.frames`

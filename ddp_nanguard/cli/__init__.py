@@ -1,1 +1,3 @@
 """The command line."""
+
+__frame_role__ = "passes on"  # see `hooks.frames`

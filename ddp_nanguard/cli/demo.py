@@ -11,11 +11,11 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-WRONG_USAGE = 2
+from .arguments import WRONG_USAGE
+from .job_output import environment_without_job, error_message, worker_texts
+
 SCRIPT = "digits.py"
 TRAINING_TIMEOUT_S = 300
-_MESSAGE = re.compile(r"(NonFiniteError: .*(?:\n(?:\[rank\d+\]: )?  .*)*)")
-_JOB_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def run_demo(wrapper: str = "ddp", num_ranks: int = 2, out: str | None = None) -> int:
@@ -67,8 +67,8 @@ def _train(script: Path, wrapper: str, num_ranks: int, directory: Path) -> Path 
     job = subprocess.run(
         command, env=_environment(script), capture_output=True, text=True, timeout=TRAINING_TIMEOUT_S, check=False
     )
-    texts = _worker_texts(logs)
-    messages = [message for text in texts if (message := _message_of(text)) is not None]
+    texts = worker_texts(logs)
+    messages = [message for text in texts if (message := error_message(text)) is not None]
     new = _dumps_in(dumps) - before
     if len(messages) != num_ranks or not new:
         _say("The job ended without a message from every rank; its output:")
@@ -93,7 +93,7 @@ def _replay(script: Path, dump: Path) -> int:
 
 def _environment(script: Path) -> dict[str, str]:
     """The environment without traces of an enclosing job, with the example importable for its recipe."""
-    kept = {name: value for name, value in os.environ.items() if name not in _JOB_VARIABLES}
+    kept = environment_without_job()
     package = str(Path(__file__).parents[2])
     paths = [str(script.parent), package, *filter(None, [kept.get("PYTHONPATH")])]
     return {**kept, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": kept.get("OMP_NUM_THREADS", "1")}
@@ -101,18 +101,6 @@ def _environment(script: Path) -> dict[str, str]:
 
 def _dumps_in(directory: Path) -> set[Path]:
     return {path for path in directory.glob("step-*") if path.suffix != ".partial"}
-
-
-def _worker_texts(logs: Path) -> list[str]:
-    """What each worker of the newest run printed, stdout before stderr, in rank order."""
-    newest = max((path for path in logs.iterdir()), key=lambda path: path.stat().st_mtime)
-    workers = sorted(newest.glob("attempt_0/*"), key=lambda path: int(path.name))
-    return ["".join((path / name).read_text() for name in ("stdout.log", "stderr.log")) for path in workers]
-
-
-def _message_of(text: str) -> str | None:
-    found = _MESSAGE.search(text)
-    return re.sub(r"\n\[rank\d+\]: ", "\n", found[1]) if found else None
 
 
 def _print_progress(texts: list[str]) -> None:

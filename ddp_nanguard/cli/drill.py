@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -20,16 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from ddp_nanguard.config import ENV_INJECT, ENV_PREFIX
+from ddp_nanguard.inject.spec import IN_PARAMETERS, WITHOUT_LAYER
+from ddp_nanguard.report.types import Phase
 
+from .arguments import WRONG_USAGE
 from .drill_job import ENV_DRILL_ID, LAUNCHERS, JobResult, kill_all, num_processes, run_job
+from .job_output import environment_without_job, error_message
 
-WRONG_USAGE = 2
-PHASES = ("state", "input", "forward", "loss", "backward", "reduce", "optimizer")
-WITHOUT_LAYER = ("input", "loss")
-WITHOUT_MICRO_BATCH = ("state", "reduce", "optimizer")
+PHASES = tuple(map(str, Phase))
 MAX_SHOWN = 3000
-_JOB_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_MESSAGE = re.compile(r"(NonFiniteError: .*(?:\n(?:\[rank\d+\]: )?  .*)*)")
 
 
 @dataclass(frozen=True)
@@ -137,7 +135,7 @@ def _environment(directory: Path, phase: str, text: str) -> dict[str, str]:
     names[ENV_DRILL_ID] = uuid.uuid4().hex
     if phase == "optimizer":
         names |= {f"{ENV_PREFIX}KEEP_PREVIOUS": "1", f"{ENV_PREFIX}VERDICT": "sync"}
-    kept = {name: value for name, value in os.environ.items() if name not in _JOB_VARIABLES}
+    kept = environment_without_job()
     return {**kept, "PYTHONUNBUFFERED": "1", **names}
 
 
@@ -178,17 +176,12 @@ def _about_stop(ran: JobResult, dump: Path | None) -> list[Check]:
     together = all(code == expected for code in codes)
     shown = ", ".join("none" if code is None else str(code) for code in codes)
     rows = [Check("every worker's exit code", together, f"{shown}; promised: {expected}")]
-    messages = [message for text in ran.texts if (message := _message_of(text)) is not None]
+    messages = [message for text in ran.texts if (message := error_message(text)) is not None]
     same = len(messages) == count and len(set(messages)) == 1
     if same:
         return [*rows, Check("one text on all ranks", True, messages[0].splitlines()[0])]
     given = f"{len(messages)} of {count} ranks gave a message, {len(set(messages))} different"
     return [*rows, Check("one text on all ranks", False, given)]
-
-
-def _message_of(text: str) -> str | None:
-    found = _MESSAGE.search(text)
-    return re.sub(r"\n\[rank\d+\]: ", "\n", found[1]) if found else None
 
 
 def _about_dump(
@@ -204,7 +197,7 @@ def _named(dump: Path, manifest: dict[str, Any], plan: dict[str, Any]) -> Check:
     """The planted site and no other; a kind may change on its way through a backward (inf times 0)."""
     injected = (_read(dump / f"rank-{plan['rank']:05d}" / "evidence.json").get("injected") or [{}])[0]
     planned = {**plan, "layer": injected.get("layer", plan.get("layer")), "micro_batch": 0}
-    if plan["phase"] in WITHOUT_MICRO_BATCH:
+    if plan["phase"] in IN_PARAMETERS:
         planned["micro_batch"] = None
     origin = dict(manifest.get("origin") or {})
     if plan["phase"] == "reduce":
@@ -244,7 +237,7 @@ def _replayed(dump: Path, manifest: dict[str, Any], order: DrillConfig, environm
     command = [sys.executable, "-m", "ddp_nanguard", "replay", str(dump), "--json"]
     if is_together:
         launch = [sys.executable, "-m", LAUNCHERS[0], "--standalone", f"--nproc-per-node={manifest['world_size']}"]
-        command = [*launch, "--redirects=0", "-m", "ddp_nanguard.cli.replay_ranks", str(dump)]
+        command = [*launch, "--redirects=0", "-m", "ddp_nanguard", "replay", str(dump)]
     variables = {key: value for key, value in environment.items() if not key.startswith(ENV_PREFIX)}
     package = str(Path(__file__).parents[2])
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, [variables.get("PYTHONPATH"), package]))

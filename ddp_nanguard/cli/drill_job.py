@@ -16,6 +16,8 @@ from pathlib import Path
 
 from ddp_nanguard.config import ENV_INJECT
 
+from .job_output import worker_texts
+
 ENV_DRILL_ID = "DDP_NANGUARD_DRILL"
 """Environment variable that tells the drill's processes, whoever their parent is by now."""
 GRACE_S = 5.0
@@ -66,7 +68,7 @@ def run_job(command: Sequence[str], timeout_s: float, directory: Path, environme
             job.terminate()  # where there is no /proc to find it by: torchrun ends its workers then
             job.wait()
     whole = (directory / "output.txt").read_text(errors="replace")
-    texts = _worker_texts(logs) or [whole]
+    texts = worker_texts(logs) or [whole]
     is_torchrun = launcher_end(command) is not None
     codes = {int(rank): int(code) for rank, code in _FAILED.findall(whole)} if is_torchrun else {0: job.returncode}
     return JobResult(
@@ -85,7 +87,7 @@ def _wait(job: subprocess.Popen[bytes], timeout_s: float, directory: Path, logs:
     while job.poll() is None:
         if time.monotonic() - begun > timeout_s:
             return f"HANGS, or is slow: no end within {timeout_s:g} s"
-        for text in (*_worker_texts(logs), (directory / "output.txt").read_text(errors="replace")):
+        for text in (*worker_texts(logs), (directory / "output.txt").read_text(errors="replace")):
             for said in _SAID.findall(text):
                 if "the job still runs" in said or said.startswith("NOT planted"):
                     return f"nothing to wait for: {said}"
@@ -140,16 +142,6 @@ def num_processes(command: Sequence[str]) -> int:
             if not value.isdigit() or int(value) > 1:
                 return 2
     return 1
-
-
-def _worker_texts(logs: Path) -> list[str]:
-    """What each worker printed, stdout before stderr, in rank order."""
-    workers = sorted(logs.glob("*/attempt_0/*"), key=lambda path: int(path.name)) if logs.is_dir() else []
-    names = ("stdout.log", "stderr.log")
-    return [
-        "".join((path / name).read_text(errors="replace") for name in names if (path / name).exists())
-        for path in workers
-    ]
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------

@@ -12,13 +12,26 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from ddp_nanguard.errors import DumpError
+from ddp_nanguard.report.types import Phase
 
-from . import replay as cli_diagnosis
-from .arguments import WRONG_USAGE, Commands
+from . import explain, replay
+from .arguments import WRONG_USAGE, Commands, add_dump
 
 Command = Callable[[argparse.Namespace], int]
+
+
+def run() -> NoReturn:
+    """Entry point of the console script and of ``python -m ddp_nanguard``."""
+    code = main()
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # with DDP alive the interpreter's own shutdown can hang or abort and lose the code
+    sys.exit(code)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,8 +55,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_list(commands)
     _add_show(commands)
-    _add_replay(commands)
-    cli_diagnosis.add_explain(commands)  # diagnosis
+    replay.add_replay(commands)
+    explain.add_explain(commands)
     _add_demo(commands)
     _add_drill(commands)
     return parser
@@ -64,25 +77,9 @@ def _add_list(commands: Commands) -> None:
 
 def _add_show(commands: Commands) -> None:
     parser = commands.add_parser("show", help="what a dump says about its fault")
-    parser.add_argument("dump", nargs="+", metavar="DUMP", help="a dump, or its parts on several nodes")
+    add_dump(parser)
     parser.add_argument("--json", action="store_true", help="the report as JSON")
     parser.set_defaults(command=run_show)
-
-
-def _add_replay(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "replay",
-        help="run one rank's step again, alone in this process",
-        description="Exit codes: 0 same, 3 elsewhere, 4 not reproduced, 5 cannot, 2 wrong usage. "
-        "For all ranks: torchrun --nproc-per-node N launch/replay.py DUMP",
-    )
-    parser.add_argument("dump", nargs="+", metavar="DUMP", help="a dump, or its parts on several nodes")
-    parser.add_argument("--rank", type=int, help="default: the rank where the fault began")
-    parser.add_argument("--recipe", metavar="MODULE:FUNCTION", help="default: the one that the dump names")
-    parser.add_argument("--device", help="default: a GPU if there is one")
-    parser.add_argument("--json", action="store_true", help="the outcome as JSON")
-    cli_diagnosis.add_options(parser)  # diagnosis
-    parser.set_defaults(command=run_replay)
 
 
 def _add_demo(commands: Commands) -> None:
@@ -100,8 +97,9 @@ def _add_drill(commands: Commands) -> None:
         usage="ddp-nanguard drill [OPTIONS] -- torchrun --nproc-per-node N train.py ...",
         description="Runs the command with a fault planted, once per phase, and checks what the guard promises.",
     )
-    phases = ("state", "input", "forward", "loss", "backward", "reduce", "optimizer", "all")
-    parser.add_argument("--phase", choices=phases, default="forward", help="where it goes bad; default: forward")
+    parser.add_argument(
+        "--phase", choices=(*map(str, Phase), "all"), default="forward", help="where it goes bad; default: forward"
+    )
     parser.add_argument("--step", type=int, default=2, metavar="N", help="as the guard counts; default: 2")
     parser.add_argument("--rank", type=int, help="default: 1, or 0 where the command starts one process")
     parser.add_argument("--layer", help="default: a layer with parameters, in the middle of the model")
@@ -131,20 +129,6 @@ def run_demo(options: argparse.Namespace) -> int:
     return demo.run_demo(options.wrapper, options.nproc, options.out)
 
 
-def run_replay(options: argparse.Namespace) -> int:
-    """``ddp-nanguard replay DUMP [--rank R]``."""
-    if cli_diagnosis.is_wanted(options):  # diagnosis
-        return cli_diagnosis.run_replay(options)
-    from ddp_nanguard.replay.outcome import EXIT_CODES
-    from ddp_nanguard.replay.session import replay_alone
-
-    from .outcome_text import outcome_text
-
-    result = replay_alone(options.dump, options.rank, options.recipe, options.device)
-    print(json.dumps(result.to_dict()) if options.json else outcome_text(result), end="\n" if options.json else "")
-    return EXIT_CODES[result.outcome]
-
-
 def run_list(options: argparse.Namespace) -> int:
     """``ddp-nanguard list DIR...``."""
     from ddp_nanguard.dump.read import list_dumps
@@ -169,7 +153,3 @@ def run_show(options: argparse.Namespace) -> int:
         manifest = {**dump.manifest, "ranks_present": dump.ranks, "size_bytes": dump.size_bytes}
         print(report_text(report, manifest, color=sys.stdout.isatty() and "NO_COLOR" not in os.environ), end="")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

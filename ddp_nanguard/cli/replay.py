@@ -1,31 +1,50 @@
-"""``ddp-nanguard replay`` beyond the plain replay, and ``ddp-nanguard explain``: their options and what they print."""
+"""``ddp-nanguard replay``: one rank's step again, or under torchrun that of all; then traces and experiments."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ddp_nanguard.errors import DumpError
 
+from .arguments import Commands, add_dump, add_replay_source, count
+
 if TYPE_CHECKING:
     from ddp_nanguard.diagnosis.diagnose import Diagnosis
     from ddp_nanguard.diagnosis.experiments import ExperimentResult
     from ddp_nanguard.replay.session import Session
 
-    from .arguments import Commands
+_ALONE = ("rank", "dtype", "repeat", "deterministic", "poison_memory", "minimize", "pdb", "json")
+"""Options of a replay of one rank, without effect on that of all ranks, and therefore refused there."""
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Options of ``replay`` that go beyond the plain replay, which is always run and said first."""
+def add_replay(commands: Commands) -> None:
+    """The command ``replay``."""
+    parser = commands.add_parser(
+        "replay",
+        help="run one rank's step again, alone in this process; under torchrun all of them",
+        description="Exit codes: 0 same, 3 elsewhere, 4 not reproduced, 5 cannot, 2 wrong usage. "
+        "For all ranks: torchrun --nproc-per-node N -m ddp_nanguard replay DUMP",
+    )
+    add_dump(parser)
+    add_replay_source(parser)
+    parser.add_argument("--json", action="store_true", help="the outcome as JSON")
+    _add_more(parser)
+    parser.set_defaults(command=run_replay)
+
+
+def _add_more(parser: argparse.ArgumentParser) -> None:
+    """Options that go beyond the plain replay, which is always run and printed first."""
     group = parser.add_argument_group("then, after the plain replay")
     group.add_argument(
-        "--trace", action="store_true", help="every operator: where the value is born, its line, and why"
+        "--trace", action="store_true", help="every operator: where the value is first made, its line, and why"
     )
     group.add_argument("--dtype", choices=("float32", "float64"), help="does it stay finite in this precision?")
-    group.add_argument("--repeat", type=_count, metavar="N", help="how often does it fail, and always there?")
+    group.add_argument("--repeat", type=count, metavar="N", help="how often does it fail, and always there?")
     group.add_argument("--deterministic", action="store_true", help="with deterministic algorithms")
     group.add_argument(
         "--poison-memory", action="store_true", help="new and freed memory holds NaN until it is written"
@@ -33,53 +52,30 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--minimize", action="store_true", help="the fewest samples, then micro-batches, that still fail"
     )
-    group.add_argument("--max-runs", type=_count, default=200, metavar="N", help="bound of --minimize, default 200")
+    group.add_argument("--max-runs", type=count, default=200, metavar="N", help="bound of --minimize, default 200")
     group.add_argument("--pdb", action="store_true", help="stop at the operator, in your frame")
 
 
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
-    return int(text)
-
-
-def add_explain(commands: Commands) -> None:
-    """The command ``explain``."""
-    parser = commands.add_parser(
-        "explain",
-        help="why it happened: one sentence and the evidence",
-        description="Runs the step under a trace where the dump can be replayed alone; else asks the report.",
-    )
-    parser.add_argument("dump", nargs="+", metavar="DUMP", help="a dump, or its parts on several nodes")
-    parser.add_argument("--rank", type=int, help="default: the rank where the fault began")
-    parser.add_argument("--recipe", metavar="MODULE:FUNCTION", help="default: the one that the dump names")
-    parser.add_argument("--device", help="default: a GPU if there is one")
-    parser.add_argument("--no-replay", action="store_true", help="run nothing: ask the report and the history alone")
-    parser.add_argument("--json", action="store_true", help="as JSON")
-    parser.set_defaults(command=run_explain)
-
-
-def is_wanted(options: argparse.Namespace) -> bool:
-    """Whether ``replay`` was asked for more than the plain replay."""
-    return bool(
-        options.trace
-        or options.dtype
-        or options.repeat
-        or options.deterministic
-        or options.poison_memory
-        or options.minimize
-        or options.pdb
-    )
-
-
 def run_replay(options: argparse.Namespace) -> int:
-    """The plain replay, said first and the exit code; then the trace and the experiments asked for."""
+    """``ddp-nanguard replay DUMP``, in one process or in each process of torchrun. Returns the exit code."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return _replay_alone(options)
+    from .replay_ranks import replay_all_ranks
+
+    unfit = [f"--{name.replace('_', '-')}" for name in _ALONE if getattr(options, name) not in (None, False)]
+    if unfit:
+        raise DumpError(f"option {unfit[0]} is for the replay of one rank: leave it out, or run without torchrun")
+    return replay_all_ranks(options)
+
+
+def _replay_alone(options: argparse.Namespace) -> int:
+    """The plain replay, printed first and the exit code; then the trace and the experiments asked for."""
     from ddp_nanguard.diagnosis.diagnose import diagnose
     from ddp_nanguard.replay.outcome import EXIT_CODES, Outcome
     from ddp_nanguard.replay.session import open_session
 
     from .outcome_text import outcome_text
-    from .trace_text import diagnosis_text, finding_text
+    from .trace_text import diagnosis_text
 
     session = open_session(options.dump, options.rank, options.recipe, options.device)
     outcome = session.plain()
@@ -90,14 +86,22 @@ def run_replay(options: argparse.Namespace) -> int:
         data |= found.to_dict()
         _say(options, "\n" + diagnosis_text(found))
     if outcome.outcome is not Outcome.CANNOT:
-        findings: list[ExperimentResult] = []
-        for finding in _experiments(options, session, found):
-            _say(options, "\n" + finding_text(finding) if not findings else finding_text(finding))
-            findings.append(finding)
-        data["experiments"] = {finding.name: finding.to_dict() for finding in findings}
+        results = _run_experiments(options, session, found)
+        if results:
+            data["experiments"] = {result.name: result.to_dict() for result in results}
     if options.json:
         print(json.dumps(data))
     return EXIT_CODES[outcome.outcome]
+
+
+def _run_experiments(options: argparse.Namespace, session: Session, found: Diagnosis | None) -> list[ExperimentResult]:
+    from .trace_text import finding_text
+
+    results: list[ExperimentResult] = []
+    for result in _experiments(options, session, found):
+        _say(options, finding_text(result) if results else "\n" + finding_text(result))
+        results.append(result)
+    return results
 
 
 def _say(options: argparse.Namespace, text: str) -> None:
@@ -129,28 +133,3 @@ def _progress(num_runs: int, num_samples: int) -> None:
     if sys.stderr.isatty():
         text = f"minimize: {num_samples} samples still fail, {num_runs} runs" if num_runs else " " * 60
         print(f"\r{text:<60}", end="" if num_runs else "\r", file=sys.stderr, flush=True)
-
-
-def run_explain(options: argparse.Namespace) -> int:
-    """``ddp-nanguard explain DUMP``."""
-    from .trace_text import explanation_text
-
-    found = _explained(options)
-    print(json.dumps(found.to_dict()) if options.json else explanation_text(found), end="\n" if options.json else "")
-    return 0
-
-
-def _explained(options: argparse.Namespace) -> Diagnosis:
-    from ddp_nanguard.diagnosis.diagnose import diagnose, without_replay
-    from ddp_nanguard.dump.read import open_dump
-    from ddp_nanguard.replay.session import open_session
-
-    if options.no_replay:
-        return without_replay(open_dump(options.dump), None, "--no-replay")
-    try:
-        session = open_session(options.dump, options.rank, options.recipe, options.device)
-        outcome = session.plain()
-    except DumpError as error:
-        dump = open_dump(options.dump)  # a dump that cannot be read is wrong usage, a missing recipe is not
-        return without_replay(dump, None, str(error))
-    return diagnose(session, outcome)

@@ -1,7 +1,4 @@
-"""Replay of a dump on all its ranks, under torchrun.
-
-Usage: ``torchrun --nproc-per-node N -m ddp_nanguard.replay.run DUMP [DUMP ...] [--recipe module:function] [--trace]``
-"""
+"""The replay of a dump on all its ranks: every process of torchrun runs the step of its own rank."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,25 +16,22 @@ from ddp_nanguard.errors import DumpError
 from ddp_nanguard.replay.outcome import EXIT_CODES, Outcome, Result, first_own_site, not_replayable, why_not_replayable
 from ddp_nanguard.replay.session import Session, device_for, named_recipe
 
-WRONG_USAGE = 2
+from .trace_text import diagnosis_text
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Every rank runs its own step; rank 0 prints the outcome as one JSON line. Returns the exit code of all."""
-    options = _parser().parse_args(arguments)
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    rank = int(os.environ.get("RANK", "0"))
-    try:
-        dump = open_dump(options.dump, verify=rank == 0)
-        if dump.world_size != world_size:
-            raise DumpError(
-                f"{dump.path} is of {dump.world_size} ranks, {world_size} were started; "
-                f"use torchrun --nproc-per-node {dump.world_size}, or ddp-nanguard replay for one rank alone"
-            )
-        return _replay_all(dump, rank, options)
-    except DumpError as error:
-        print(f"ddp-nanguard: {error}", file=sys.stderr)
-        return WRONG_USAGE
+def replay_all_ranks(options: argparse.Namespace) -> int:
+    """Every rank runs its own step; rank 0 prints the outcome as one JSON line. Returns the exit code of all.
+
+    Collective: those of the training step and of a guard; every rank of the recorded world must call it.
+    """
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    dump = open_dump(options.dump, verify=rank == 0)
+    if dump.world_size != world_size:
+        raise DumpError(
+            f"{dump.path} is of {dump.world_size} ranks, {world_size} were started; "
+            f"use torchrun --nproc-per-node {dump.world_size}, or no torchrun for one rank alone"
+        )
+    return _replay_all(dump, rank, options)
 
 
 def _replay_all(dump: Dump, rank: int, options: argparse.Namespace) -> int:
@@ -63,7 +56,7 @@ def _replay_all(dump: Dump, rank: int, options: argparse.Namespace) -> int:
 def _trace_all(session: Session, result: Result) -> None:
     """Every rank traces its own step. One that fails ends, and so do those that wait for it: the outcome is said."""
     try:
-        text = trace_all_ranks(session, result)
+        text = trace_all_ranks(session, result, diagnosis_text)
     except Exception as error:  # of the user's code, or a peer's end
         print(f"ddp-nanguard: no trace of rank {session.rank}: {type(error).__name__}: {error}", file=sys.stderr)
         return
@@ -80,24 +73,3 @@ def _report_all(result: Result, rank: int) -> int:
     if rank == 0:
         print(json.dumps({"outcome": str(worst), "ranks": results}), flush=True)
     return EXIT_CODES[worst]
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="replay.py", description="Replays a dump on as many ranks as it was written by."
-    )
-    parser.add_argument("dump", nargs="+", metavar="DUMP", help="a dump, or its parts on several nodes")
-    parser.add_argument("--recipe", metavar="MODULE:FUNCTION", help="default: the one that the dump names")
-    parser.add_argument("--device", help="default: the GPU of the local rank if there is one")
-    parser.add_argument("--trace", action="store_true", help="then the trace of the rank where the fault began")
-    return parser
-
-
-def _end(code: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # with DDP alive the interpreter's own shutdown can hang or abort and lose the code
-
-
-if __name__ == "__main__":
-    _end(main())

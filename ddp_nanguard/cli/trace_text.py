@@ -8,9 +8,8 @@ from ddp_nanguard.diagnosis.rules.report_rules import Reason
 from ddp_nanguard.diagnosis.trace.events import Event, Operand
 from ddp_nanguard.diagnosis.trace.source_lines import SourceLine
 from ddp_nanguard.diagnosis.trace.traced_step import Traced
-from ddp_nanguard.report.messages import layer_text
+from ddp_nanguard.report.wording import layer_text, listed
 
-_WORDS = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}
 MAX_SITES = 6
 MAX_TEXT = 110
 
@@ -129,7 +128,7 @@ def _range(operand: Operand) -> str:
 def _rows(first_nonfinite_op: Event, size: int | None) -> str:
     if first_nonfinite_op.num_rows is None:
         return ""
-    shown = ", ".join(map(str, first_nonfinite_op.rows[:8])) + (", ..." if first_nonfinite_op.num_rows > 8 else "")
+    shown = listed(first_nonfinite_op.rows, total=first_nonfinite_op.num_rows)
     return (
         f"; rows {shown} of {size} in the batch"
         if first_nonfinite_op.num_rows < (size or 0)
@@ -154,8 +153,7 @@ def _path(traced: Traced) -> list[str]:
 
 
 def _joined(operators: list[str]) -> str:
-    names = list(dict.fromkeys(operators))
-    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+    return listed(dict.fromkeys(operators), 5)
 
 
 def _site(event: Event) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.distributed as dist
 
 from ddp_nanguard.replay.outcome import Result
@@ -13,7 +15,7 @@ from .rules.report_rules import largest_gradients
 from .trace.operators import is_communication
 
 
-def trace_all_ranks(session: Session, outcome: Result) -> str:
+def trace_all_ranks(session: Session, outcome: Result, render: Callable[[Diagnosis], str]) -> str:
     """Each rank's step under a trace; the same text on every rank: that of the rank where the fault began.
 
     Where ranks met the value in the same layer the report names the first of them; the trace knows who only got it.
@@ -21,12 +23,11 @@ def trace_all_ranks(session: Session, outcome: Result) -> str:
     Args:
         session: of this rank, not alone.
         outcome: of its plain replay.
+        render: makes text of a diagnosis.
 
-    Collective: those of the training step and of the guard, then one gather of a flag and one broadcast of the text
+    Collective: those of the training step and of a guard, then one gather of a flag and one broadcast of the text
     on the default group; every rank must call it.
     """
-    from ddp_nanguard.cli.trace_text import diagnosis_text  # which is made of the replay
-
     origin = session.dump.report.origin
     largest = _largest(session, origin) if origin is not None and origin.phase is Phase.REDUCE else {}
     named = max(largest, key=largest.__getitem__) if largest else origin_rank(session.dump)
@@ -37,7 +38,7 @@ def trace_all_ranks(session: Session, outcome: Result) -> str:
     texts: list[str | None] = [None]
     if session.rank == rank:
         got = "" if rank == named else f"rank {named} got the value from another rank\n"
-        texts = [f"\n{got}rank {rank}: {diagnosis_text(found)}{_reduce_text(found, largest, origin)}"]
+        texts = [f"\n{got}rank {rank}: {render(found)}{_reduce_text(found, largest, origin)}"]
     dist.broadcast_object_list(texts, src=rank)
     return texts[0] or ""
 

@@ -21,6 +21,7 @@ from ddp_nanguard.replay.session import Session
 from ddp_nanguard.report.messages import what
 from ddp_nanguard.report.types import Site
 from ddp_nanguard.tensors.containers import copy_containers
+from ddp_nanguard.wrappers import wrapper_class
 
 from .trace.events import Event
 from .trace.source_lines import user_frame
@@ -60,7 +61,7 @@ def in_dtype(session: Session, name: str) -> ExperimentResult:
             micro_batch.batch = copy_containers(micro_batch.batch, lambda tensor: _cast(tensor, DTYPES[name]))
         yield
 
-    if session.dump.manifest["wrapper_description"]["kind"] not in ("plain", "ddp"):
+    if wrapper_class(session.dump.manifest["wrapper_description"]).is_sharded:
         return ExperimentResult(f"--dtype {name}", "cannot: sharded parameters keep their dtype", None)
     return _changed(session, f"--dtype {name}", around, "; casts that the step's own code makes are as they were")
 

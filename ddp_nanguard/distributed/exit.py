@@ -14,14 +14,10 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol
 
-import torch
-
 from ddp_nanguard.errors import NonFiniteError
+from ddp_nanguard.hooks.frames import is_users_own
 
 _log = logging.getLogger(__name__)
-
-_OWN_DIRECTORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_TORCH_DIRECTORY = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
@@ -91,13 +87,9 @@ def _users_frames(traceback: TracebackType | None) -> TracebackType | None:
     while traceback is not None:
         entries.append(traceback)
         traceback = traceback.tb_next
-    while len(entries) > 1 and _is_inner(entries[-1].tb_frame.f_code.co_filename):
+    while len(entries) > 1 and not is_users_own(entries[-1].tb_frame):
         entries.pop()
     shown: TracebackType | None = None
     for entry in reversed(entries):
         shown = TracebackType(shown, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return shown
-
-
-def _is_inner(path: str) -> bool:
-    return path.startswith((_OWN_DIRECTORY, _TORCH_DIRECTORY))

@@ -7,3 +7,5 @@ from .read import Dump, DumpSummary, list_dumps, open_dump
 from .write import DumpRequest, DumpResult, write_dump
 
 __all__ = ["Dump", "DumpRequest", "DumpResult", "DumpSummary", "list_dumps", "open_dump", "write_dump"]
+
+__frame_role__ = "probe"  # see `hooks.frames`

@@ -22,13 +22,13 @@ from ddp_nanguard.context import GuardContext
 from ddp_nanguard.dump.request import DumpRequest
 from ddp_nanguard.inject.injection import fired_injections
 from ddp_nanguard.probes.gradient import GradientSource
-from ddp_nanguard.probes.labels import labelled_slots
+from ddp_nanguard.probes.slot_keys import keyed_slots
 from ddp_nanguard.probes.slots import SlotRole, SlotStats
 from ddp_nanguard.probes.sources import LossSource
 from ddp_nanguard.report.types import MAX_SITES, FaultReport, json_safe
 from ddp_nanguard.tensors.containers import named_tensors_in, path_text
 from ddp_nanguard.tensors.shards import TensorShard
-from ddp_nanguard.wrappers.weights import _add, weights
+from ddp_nanguard.wrappers.weights import add_tensor, weights
 
 
 def dump_request(context: GuardContext, record: StepRecord, findings: RankFindings, report: FaultReport) -> DumpRequest:
@@ -43,7 +43,7 @@ def dump_request(context: GuardContext, record: StepRecord, findings: RankFindin
     state, special = _state(context)
     for name, (parameter, gradient) in record.gradients.items():
         cut = partial(context.wrapper.shards, "grad.", name, parameter, gradient)
-        _add(state, special, f"grad.{name}", gradient, cut)
+        add_tensor(state, special, f"grad.{name}", gradient, cut)
     window = record.window.micro_batches
     for micro_batch in window:
         micro_batch.scaler = record.scaler_state()
@@ -90,7 +90,7 @@ def _state(context: GuardContext) -> tuple[list[TensorShard], dict[str, Tensor]]
     shards: list[TensorShard] = []
     special: dict[str, Tensor] = {}
     if context.config.dump_weights:
-        shards, special = weights(context)
+        shards, special = weights(context.wrapper)
     if context.config.dump_optimizer:
         for index, optimizer in enumerate(context.optimizers):
             for name, parameter in context.state.named_parameters_of(optimizer):
@@ -115,7 +115,7 @@ def _add_state(
             return [TensorShard.whole(f"{prefix}{name}{suffix}", context.wrapper.local(value))]
         return context.wrapper.shards(prefix, name, parameter, value, suffix)
 
-    _add(shards, special, f"{prefix}{name}{suffix}", value, cut)
+    add_tensor(shards, special, f"{prefix}{name}{suffix}", value, cut)
 
 
 def _shapes(context: GuardContext, state: list[TensorShard]) -> dict[str, Any]:
@@ -218,9 +218,9 @@ def history_of(context: GuardContext, readings_now: list[SlotStats]) -> dict[str
 
 
 def _add_slots(arrays: dict[str, np.ndarray[Any, Any]], prefix: str, slot_stats: list[SlotStats]) -> None:
-    slots = labelled_slots(slot_stats)
-    arrays[f"{prefix}.labels"] = np.array([label for label, _, _ in slots], dtype=np.str_)
-    arrays[f"{prefix}.values"] = np.array([(low, high) for _, low, high in slots], dtype=np.float64).reshape(-1, 2)
+    keyed = keyed_slots(slot_stats)
+    arrays[f"{prefix}.labels"] = np.array([key.to_label() for key, _ in keyed], dtype=np.str_)
+    arrays[f"{prefix}.values"] = np.array([values for _, values in keyed], dtype=np.float64).reshape(-1, 2)
 
 
 def _loss(slot_stats: list[SlotStats]) -> float:

@@ -16,8 +16,10 @@ from ddp_nanguard.context import GuardContext
 from ddp_nanguard.dump.write import write_dump
 from ddp_nanguard.errors import NonFiniteError
 from ddp_nanguard.probes.severity import Severity
-from ddp_nanguard.report.messages import error_text, log_line
+from ddp_nanguard.report.messages import log_line
+from ddp_nanguard.report.text import error_text
 from ddp_nanguard.report.types import FaultReport, Phase
+from ddp_nanguard.report.wording import listed
 from ddp_nanguard.wrappers.grad_scaler import ScalerSnapshot
 
 from .cause import explained
@@ -146,8 +148,7 @@ class FaultPolicy:
         assert self.context.previous is not None
         self.context.previous.restore()
         undone.window.restore_buffers(self.context.named_buffers())
-        damaged = report.nonfinite_state
-        names = ", ".join(damaged[:4]) + (", ..." if len(damaged) > 4 else "")
+        names = listed(report.nonfinite_state, 4)
         note = f"the update of step {report.step} made {names} non-finite; all was put back to before that update"
         return replace(report, nonfinite_state=(), notes=(*report.notes, note))
 

@@ -25,6 +25,7 @@ from ddp_nanguard.errors import DumpError
 from ddp_nanguard.replay.in_place import InPlaceReplay
 from ddp_nanguard.replay.outcome import Result
 from ddp_nanguard.report.types import MAX_RANKS_LISTED, FaultReport, Phase, SecondRun
+from ddp_nanguard.report.wording import listed
 
 _log = logging.getLogger(__name__)
 
@@ -177,5 +178,5 @@ def _sentence(found: dict[str, list[int]], text: str, report: FaultReport) -> st
 
 
 def _who(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    shown = listed(ranks)
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

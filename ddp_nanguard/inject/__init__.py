@@ -1,1 +1,3 @@
 """Fault injection: models, tensors and a step counter."""
+
+__frame_role__ = "probe"  # see `hooks.frames`

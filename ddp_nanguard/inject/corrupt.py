@@ -18,6 +18,8 @@ from torch import Tensor
 from ddp_nanguard.tensors.containers import copy_containers, tensors_in
 from ddp_nanguard.tensors.minmax import is_plain
 
+__frame_role__ = "injects"  # see `hooks.frames`
+
 _NUMERATORS = {"nan": 0.0, "inf": 1.0, "-inf": -1.0}
 
 

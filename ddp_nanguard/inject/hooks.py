@@ -26,6 +26,8 @@ from .corrupt import CorruptedGradient, corrupt_all, corrupt_first, corrupted, w
 from .injection import Injection
 from .parameters import held_parts, own_parameters, part_of
 
+__frame_role__ = "injects"  # see `hooks.frames`
+
 # -- hooks, by phase -------------------------------------------------------------------------------------------------
 
 

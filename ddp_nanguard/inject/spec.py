@@ -10,13 +10,14 @@ from torch import nn
 
 from ddp_nanguard.config import ENV_INJECT
 from ddp_nanguard.report.types import KINDS, Phase
+from ddp_nanguard.report.wording import listed
 from ddp_nanguard.wrappers import Wrapper
 
 from .parameters import held_parts
 
 PHASES = tuple(str(phase) for phase in Phase)
-WITHOUT_LAYER = ("input", "loss")
-IN_PARAMETERS = ("state", "reduce", "optimizer")
+WITHOUT_LAYER = (Phase.INPUT, Phase.LOSS)
+IN_PARAMETERS = (Phase.STATE, Phase.REDUCE, Phase.OPTIMIZER)
 MAX_NAMES = 12
 
 
@@ -55,10 +56,10 @@ def validate_spec(spec: InjectionSpec, wrapper: Wrapper, ranks: list[int], own_r
     """
     _require("phase", spec.phase, spec.phase in PHASES, ", ".join(PHASES))
     _require("kind", spec.kind, spec.kind in KINDS, ", ".join(KINDS))
-    _require("rank", spec.rank, _is_index(spec.rank) and spec.rank in ranks, _listed([str(rank) for rank in ranks]))
+    _require("rank", spec.rank, _is_index(spec.rank) and spec.rank in ranks, listed(ranks, MAX_NAMES))
     _require("step", spec.step, _is_index(spec.step), "a whole number from 0")
     _require("micro_batch", spec.micro_batch, _is_index(spec.micro_batch), "a whole number from 0")
-    if spec.phase == "reduce" and wrapper.kind == "plain":
+    if spec.phase == Phase.REDUCE and not wrapper.communicates:
         others = ", ".join(phase for phase in PHASES if phase != "reduce")
         raise ValueError(f"option phase='reduce': a plain model communicates nothing; valid here: {others}")
     if spec.phase in WITHOUT_LAYER:
@@ -68,7 +69,7 @@ def validate_spec(spec: InjectionSpec, wrapper: Wrapper, ranks: list[int], own_r
     if spec.layer is None:
         _require("layer", spec.layer, bool(valid), "a layer; this rank holds parameters of none")
         return dataclasses.replace(spec, layer=_middle(wrapper, valid))
-    _require("layer", spec.layer, spec.layer in valid, _listed([name or '""' for name in valid]))
+    _require("layer", spec.layer, spec.layer in valid, listed([name or '""' for name in valid], MAX_NAMES))
     return spec
 
 
@@ -78,7 +79,7 @@ def valid_layers(wrapper: Wrapper, phase: str, here: bool) -> list[str]:
     if phase not in IN_PARAMETERS:
         return names
     owners = {name.rpartition(".")[0] for name in wrapper.all_shapes()}
-    trained = phase != "state"
+    trained = phase != Phase.STATE
     holding = [name for name in names if name in owners]
     return [name for name in holding if not here or next(held_parts(wrapper, name, trained), None) is not None]
 
@@ -100,11 +101,6 @@ def _require(name: str, value: object, holds: bool, valid: str) -> None:
 
 def _is_index(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _listed(names: list[str]) -> str:
-    more = len(names) - MAX_NAMES
-    return ", ".join(names[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def parse_spec(text: str) -> InjectionSpec:

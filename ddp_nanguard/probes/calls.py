@@ -1,9 +1,9 @@
 """Calls of modules and the tensors they take and give: the host-side record that blame is later read from.
 
-[Note: sightings]
-A `TensorRecord` is one version of one tensor, seen by a probe. A module's input is probed only where it is not a sighting
-already (same object, same ``_version``), so one pass over the data per tensor is enough to tell code between two
-modules from the module after it: an input that is no sighting was made by the code in between.
+[Note: tensor records]
+A `TensorRecord` is one version of one tensor that a probe has looked at. A module's input is probed only where it has
+no record yet (same object, same ``_version``). So one pass over the data per tensor is enough to tell the code between
+two modules from the module after it: an input without a record was made by the code in between.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -27,7 +26,6 @@ from .slots import SlotBuffer
 What = Literal["taken", "given", "taken gradient", "given gradient"]
 ACCUMULATED: tuple[What, ...] = ("taken", "given", "taken gradient", "given gradient")
 
-_PACKAGE = str(Path(__file__).parent)
 _REDUCIBLE = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 
 
@@ -97,7 +95,7 @@ def is_compiled_alone() -> bool:
     With ``fullgraph=True`` only the root's own hooks are, and what is compiled may not be left alone.
     """
     translator = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
-    return translator.f_code.co_filename.startswith(_PACKAGE) and not translator.one_graph
+    return translator.f_globals["__name__"].startswith(f"{__package__}.") and not translator.one_graph
 
 
 is_compiled_alone._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as `assume_constant_result` does

@@ -6,6 +6,7 @@ import logging
 
 from ddp_nanguard.config import GuardConfig
 from ddp_nanguard.report.types import Phase
+from ddp_nanguard.report.wording import layer_text, listed, plural
 
 from .budget import Budget
 from .calls import ModuleCall
@@ -35,17 +36,19 @@ def unchecked(
     """
     found = sorted(forward.unchecked)
     if forward.skipped:
-        found.append(f"{_modules(forward.skipped)} of skip_types: {_shown(forward.skipped)}")
+        found.append(f"{plural(len(forward.skipped), 'module')} of skip_types: {_shown(forward.skipped)}")
     out = forward.unwatched()
     if out or budget.level_index:
-        what = _modules(out) if out else "the activation gradients of modules that hold no others"
+        what = plural(len(out), "module") if out else "the activation gradients of modules that hold no others"
         found.append(
             f"{what} left out to keep within the budget (watched: {budget.level}); replay --trace finds the operator"
         )
     if calls is not None:
         unseen = forward.unseen_modules({call.layer for call in calls} | compiled_layers_that_ran(stats))
         if unseen:
-            found.append(f"{_modules(unseen)} whose hooks did not fire (not run, or compiled): {_shown(unseen)}")
+            found.append(
+                f"{plural(len(unseen), 'module')} whose hooks did not fire (not run, or compiled): {_shown(unseen)}"
+            )
     found += [f"phase {phase} (not watched)" for phase in Phase if not config.watches(phase)]
     return found
 
@@ -90,14 +93,10 @@ class HookCheck:
             _log.warning(
                 "no hook runs in %s of compiled code (%s): it was compiled before the guard was made (make the guard "
                 "before the first call), or is not called; a fault in there is not attributed to a layer",
-                _modules(silent),
+                plural(len(silent), "module"),
                 _shown(silent),
             )
 
 
-def _modules(names: list[str]) -> str:
-    return "1 module" if len(names) == 1 else f"{len(names)} modules"
-
-
 def _shown(names: list[str]) -> str:
-    return ", ".join(name or "(root)" for name in names[:8]) + (", ..." if len(names) > 8 else "")
+    return listed(layer_text(name) for name in names)

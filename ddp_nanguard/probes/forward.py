@@ -102,7 +102,8 @@ class ForwardProbe:
 
         Args:
             compiled_modules: modules inside compiled code; see `probes.compiled`.
-            compiled_calls: modules whose own call is compiled: their hooks run outside and are kept from being compiled alone.
+            compiled_calls: modules whose own call is compiled: their hooks run outside, and are not compiled by
+                themselves.
             watched: which of those inside carry hooks.
             device: of the model.
         """

@@ -32,8 +32,8 @@ class InMemoryDump(Dump):
         self.ranks = [request.rank]
         self.manifest = _manifest(request)
         self._request = request
-        shards, self._special = weights(context)
-        self._is_sharded = context.wrapper.kind in ("fsdp1", "fsdp2") and context.ranks.world_size > 1
+        shards, self._special = weights(context.wrapper)
+        self._is_sharded = context.wrapper.is_sharded and context.ranks.world_size > 1
         self._gives = context.wrapper.replica_index == 0
         self._shards: dict[str, list[TensorShard]] = {}
         for shard in shards:

@@ -16,6 +16,7 @@ from ddp_nanguard.capture.window import MicroBatch
 from ddp_nanguard.dump.manifest import settings, versions
 from ddp_nanguard.dump.read import Dump
 from ddp_nanguard.report.messages import what
+from ddp_nanguard.report.slot_key import SlotKey
 from ddp_nanguard.report.types import Phase, Site
 
 from .run_step import StepResult
@@ -193,39 +194,51 @@ def _elsewhere(result: Result, same_place: bool, now: Site | None) -> str:
     return f"now first at {now.phase!s} · {what(now)}; {agreement}"
 
 
-def _compare_slots(dump: Dump, rank: int, again: StepResult, alone: bool, result: Result) -> None:
+_Slots = list[tuple[SlotKey, tuple[float, float]]]
+
+
+def _recorded_slots(dump: Dump, rank: int) -> _Slots:
     history = dump.history(rank)
-    recorded = list(zip(history["fault.labels"].tolist(), history["fault.values"].tolist(), strict=True))
+    keys = (SlotKey.from_label(label) for label in history["fault.labels"].tolist())
+    return [(key, (low, high)) for key, (low, high) in zip(keys, history["fault.values"].tolist(), strict=True)]
+
+
+def _compare_slots(dump: Dump, rank: int, again: StepResult, alone: bool, result: Result) -> None:
+    recorded = _recorded_slots(dump, rank)
     reduced = False
-    was_traced = _was_traced(label for label, _ in recorded)
-    for label, values in recorded:
-        kind = label.partition("|")[0]
-        if was_traced and label not in again.slots:
-            continue  # what compiled code left, all calls of a module in one; around it eager code sees other tensors
-        reduced = reduced or kind == "reduce"
-        if kind == "loss" and label not in again.slots:
-            continue  # a watched name that the recipe does not give: said in a note
-        if label.startswith("backward|None|") and label not in again.slots:
-            continue  # a gradient as the loop had changed it since the backward: clipped, unscaled
-        if alone and (kind == "reduce" or (reduced and label.rsplit("|", 1)[0].endswith("|gradient"))):
+    was_compiled = _was_compiled(key for key, _ in recorded)
+    for key, values in recorded:
+        reduced = reduced or key.phase is Phase.REDUCE
+        if key not in again.slots and (was_compiled or _need_not_come_again(key)):
+            continue
+        if alone and (key.phase is Phase.REDUCE or (reduced and key.is_parameter_gradient)):
             continue  # after the first reduce the gradients that accumulate are not this rank's alone
         result.num_slots += 1
-        if label in again.slots and _same_bits(values, again.slots[label]):
+        if key in again.slots and _same_bits(values, again.slots[key]):
             result.num_same += 1
             if result.first_difference is None:
-                result.last_same = _readable(label)
+                result.last_same = str(key)
         elif result.first_difference is None:
-            result.first_difference = _readable(label)
-    _find_extra_slots(recorded, again, alone, result)
+            result.first_difference = str(key)
+    _find_extra_slots(recorded, again, result)
     result.factor = _common_factor(recorded, again)
 
 
-def _common_factor(recorded: list[Any], again: StepResult) -> str | None:
+def _need_not_come_again(key: SlotKey) -> bool:
+    """A watched loss that the recipe does not give (said in a note), or a gradient as the loop had changed it.
+
+    Where compiled code ran, nothing need: it left all calls of a module in one slot, and eager code around it sees
+    other tensors.
+    """
+    return key.phase is Phase.LOSS or (key.phase is Phase.BACKWARD and key.micro_batch is None)
+
+
+def _common_factor(recorded: _Slots, again: StepResult) -> str | None:
     """Training that backpropagated ``loss / 2`` has every gradient at half of what the recipe's loss gives."""
     ratios: list[float] = []
-    for label, then in recorded:
-        if label.startswith("backward|") and label in again.slots:
-            for a, b in zip(then, again.slots[label], strict=True):
+    for key, then in recorded:
+        if key.phase is Phase.BACKWARD and key in again.slots:
+            for a, b in zip(then, again.slots[key], strict=True):
                 if math.isfinite(a) and math.isfinite(b) and b != 0.0:
                     ratios.append(a / b)
     if not ratios or math.isclose(ratios[0], 1.0) or not all(math.isclose(r, ratios[0], rel_tol=1e-3) for r in ratios):
@@ -233,36 +246,27 @@ def _common_factor(recorded: list[Any], again: StepResult) -> str | None:
     return f"gradients were {ratios[0]:.4g} times these: training backpropagated another loss; let step return that one"
 
 
-def _find_extra_slots(recorded: list[Any], again: StepResult, alone: bool, result: Result) -> None:
+def _find_extra_slots(recorded: _Slots, again: StepResult, result: Result) -> None:
     """A step that runs more than was recorded is not the same step."""
-    known = {label for label, _ in recorded}
-    if _was_traced(known):
+    known = {key for key, _ in recorded}
+    if _was_compiled(known):
         return  # compiled then, eager now
-    extra = [label for label in again.slots if label not in known and not label.startswith("reduce|")]
-    if extra and any(label.startswith(("forward|", "loss|")) for label in extra):
-        result.notes.append(f"the replay has {len(extra)} slots that were not recorded, first {_readable(extra[0])}")
-        result.first_difference = result.first_difference or _readable(extra[0])
+    extra = [key for key in again.slots if key not in known and key.phase is not Phase.REDUCE]
+    if any(key.phase in (Phase.FORWARD, Phase.LOSS) for key in extra):
+        result.notes.append(f"the replay has {len(extra)} slots that were not recorded, first {extra[0]}")
+        result.first_difference = result.first_difference or str(extra[0])
 
 
-def _was_traced(labels: Iterable[str]) -> bool:
+def _was_compiled(keys: Iterable[SlotKey]) -> bool:
     """Whether layers ran inside compiled code, where calls have no numbers."""
-    return any(label.startswith("forward|") and label.split("|")[3] == "None" for label in labels)
+    return any(key.phase is Phase.FORWARD and key.call is None for key in keys)
 
 
-def _same_bits(one: list[float], other: tuple[float, float]) -> bool:
+def _same_bits(one: tuple[float, float], other: tuple[float, float]) -> bool:
     return all(
         (math.isnan(a) and math.isnan(b)) or struct.pack("d", a) == struct.pack("d", b)
         for a, b in zip(one, other, strict=True)
     )
-
-
-def _readable(label: str) -> str:
-    parts = label.split("|")
-    if parts[0] == "loss":
-        return f"{parts[2]} of micro-batch {parts[1]}"
-    if len(parts) == 6:
-        return f"{parts[0]} · {parts[2] or '(root)'} (call {parts[3]}) {parts[4]}, micro-batch {parts[1]}"
-    return f"{parts[0]} · gradient of {parts[2]}"
 
 
 def _compare_losses(recorded: list[MicroBatch], again: StepResult, result: Result) -> None:

@@ -15,7 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 from ddp_nanguard.dump.read import Dump
 from ddp_nanguard.errors import DumpError
 from ddp_nanguard.tensors.shards import TensorShard
-from ddp_nanguard.wrappers import Wrapper, wrap_like, wrapper_of
+from ddp_nanguard.wrappers import Wrapper, wrap_like, wrapper_class, wrapper_of
 
 from .recipe import Recipe
 
@@ -111,7 +111,7 @@ def _wrapped(
 ) -> nn.Module:
     description = dump.manifest["wrapper_description"]
     model = recipe.model.to(device)
-    if alone and description["kind"] in ("plain", "ddp"):
+    if alone and not wrapper_class(description).is_sharded:
         return model
     if recipe.wrap is not None and not alone:
         return recipe.wrap(model)
@@ -272,13 +272,7 @@ def _scaler(dump: Dump, wrapper: Wrapper, device: torch.device) -> GradScaler | 
     state = dump.plain_state()["scaler"]
     if not state:
         return None
-    scaler: GradScaler
-    if wrapper.kind == "fsdp1":
-        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
-        scaler = ShardedGradScaler(device=device.type, init_scale=state["scale"])
-    else:
-        scaler = GradScaler(device.type, init_scale=state["scale"])
+    scaler = wrapper.scaler_class()(device=device.type, init_scale=state["scale"])
     scaler.load_state_dict(copy.deepcopy(state))
     return scaler
 

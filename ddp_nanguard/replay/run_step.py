@@ -20,9 +20,10 @@ from ddp_nanguard.context import GuardContext
 from ddp_nanguard.hooks.loop import Steps, named_losses
 from ddp_nanguard.inject.injector import follow_counter, reinject
 from ddp_nanguard.inject.step_counter import unregister_counter
-from ddp_nanguard.probes.labels import labelled_slots
 from ddp_nanguard.probes.severity import Severity
+from ddp_nanguard.probes.slot_keys import keyed_slots
 from ddp_nanguard.probes.slots import SlotStats
+from ddp_nanguard.report.slot_key import SlotKey
 from ddp_nanguard.report.types import FaultReport, Phase, Site
 from ddp_nanguard.step.monitor import StepMonitor
 
@@ -38,14 +39,14 @@ class StepResult:
     Attributes:
         report: None where the verdict was clean.
         sites: this rank's own, earliest first.
-        slots: label -> (minimum, maximum), in execution order.
+        slots: key -> (minimum, maximum), in execution order.
         losses: by (micro-batch, name).
         notes: random streams that could not be restored, and the like.
     """
 
     report: FaultReport | None
     sites: list[Site]
-    slots: dict[str, tuple[float, float]]
+    slots: dict[SlotKey, tuple[float, float]]
     losses: dict[tuple[int, str], Tensor]
     notes: list[str] = field(default_factory=list)
 
@@ -146,7 +147,7 @@ def _result(run: _Run, micro_batches: list[MicroBatch], alone: bool) -> StepResu
     slot_stats = _slots_of_clean_step(run.context)
     if fault is not None and fault.findings is not None and report is not None and not _is_update(report.origin):
         slot_stats = fault.findings.slot_stats
-    slots = {label: (low, high) for label, low, high in labelled_slots(slot_stats)}
+    slots = dict(keyed_slots(slot_stats))
     sites = [ranked.site for ranked in fault.findings.sites] if fault is not None and fault.findings is not None else []
     return StepResult(report, sites, slots, losses, list(dict.fromkeys(run.notes)))
 

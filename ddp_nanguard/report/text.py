@@ -1,4 +1,4 @@
-"""`report_text`: what a person reads first, as ``report.txt`` and from ``ddp-nanguard show``.
+"""The text of `NonFiniteError`, of ``report.txt`` and of ``ddp-nanguard show``: the same rows in the same words.
 
 Knows the plain data of a fault only, so that a dump can carry its own report.
 """
@@ -6,11 +6,12 @@ Knows the plain data of a fault only, so that a dump can carry its own report.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .messages import layer_text, seen, what
-from .types import Evidence, FaultReport, Site
+from .messages import seen, what, where
+from .types import FaultReport, Phase, Site
+from .wording import listed, plural
 
 WIDTH = 110
 LABEL_WIDTH = 10
@@ -20,30 +21,127 @@ MAX_NAMES_SHOWN = 6
 _BOLD, _RED, _DIM, _PLAIN = "\x1b[1m", "\x1b[31m", "\x1b[2m", "\x1b[0m"
 
 
+# -- the rows ----------------------------------------------------------------------------------------------------------
+
+
+def fault_rows(report: FaultReport, can_replay: bool) -> list[tuple[str, str]]:
+    """What is known of a fault, as (label, text): evidence, cause, state of the job, notes, the next command.
+
+    Args:
+        report: of the fault.
+        can_replay: whether the dump names a recipe and holds the batches.
+    """
+    rows = [
+        ("evidence", f"{_evidence(report.origin)}{_affected(report)}"),
+        ("cause", report.cause if report.cause != "unknown" and report.origin is not None else ""),
+        ("state", _state(report)),
+        ("rerun", report.rerun.text if report.rerun is not None else ""),
+        *(("note", note) for note in report.notes),
+        ("next", _next_command(report, can_replay) if report.dump_path else ""),
+    ]
+    return [(label, text) for label, text in rows if text]
+
+
+def headline(report: FaultReport) -> tuple[str, str]:
+    """Where it happened, and what; where nothing could be attributed, what is known of the cause."""
+    if report.origin is None:
+        return f"step {report.step}", report.cause or "non-finite values; no site could be attributed"
+    return ", ".join(where(report.origin)), what(report.origin)
+
+
+def _evidence(origin: Site | None) -> str:
+    if origin is None:
+        return "none"
+    evidence = origin.evidence
+    if origin.phase is Phase.OPTIMIZER and origin.layer is None:
+        return "a number in the optimizer's parameter groups"
+    if evidence is None:
+        return "seen in the tensor's minimum and maximum; it has been freed since"
+    counts = f"{evidence.num_nan} NaN, {evidence.num_inf} Inf, {evidence.num_neg_inf} -Inf of {evidence.numel}"
+    first = f", first at {list(evidence.first)}" if evidence.first is not None else ""
+    largest = f"; largest finite {evidence.largest_finite:.3g}" if evidence.largest_finite is not None else ""
+    return f"{tuple(evidence.shape)} {evidence.dtype}: {counts}{first}{largest}"
+
+
+def _affected(report: FaultReport) -> str:
+    if report.holders:
+        return f"; held by ranks {listed(report.holders)}"
+    if not report.num_ranks_affected:
+        return ""
+    first = report.origin.rank if report.origin is not None else None
+    others = tuple(rank for rank in report.ranks_affected if rank != first)
+    at_once = report.origin is not None and report.origin.phase in (Phase.STATE, Phase.OPTIMIZER)
+    if first is None or not others or at_once:
+        return f"; ranks affected: {listed(report.ranks_affected, total=report.num_ranks_affected)}"
+    return f"; ranks affected: {first} first, then {listed(others, total=report.num_ranks_affected - 1)}"
+
+
+def _state(report: FaultReport) -> str:
+    ranks = f"all {report.world_size} ranks" if report.world_size > 1 else "the one rank"
+    if report.single_rank_view:
+        ranks = "this rank"
+    if report.nonfinite_state:
+        damaged = listed(report.nonfinite_state, MAX_NAMES_SHOWN)
+        return f"{ranks} stopped; DAMAGED: {damaged}; do not resume from these weights"
+    before = f"weights are those of step {report.step - 1}" if report.step > 0 else "weights are the initial ones"
+    return f"{ranks} stopped before the update; {before}"
+
+
+def _next_command(report: FaultReport, can_replay: bool) -> str:
+    """The command that helps most with this fault; a replay only where one is possible."""
+    origin, dump = report.origin, report.dump_path
+    if origin is not None and origin.phase is Phase.REDUCE and can_replay and report.world_size > 1:
+        # one rank alone cannot show it
+        return f"torchrun --nproc-per-node {report.world_size} -m ddp_nanguard replay {dump} --trace"
+    is_update = origin is not None and origin.phase is Phase.OPTIMIZER and origin.layer is not None
+    if is_update and report.nonfinite_state:
+        return f"ddp-nanguard show {dump}; to replay an update, train with keep_previous=True"
+    if not can_replay:
+        return f'ddp-nanguard show {dump}; to replay, give replay="module:function"'
+    return f"ddp-nanguard replay {dump} --trace"
+
+
+# -- the error ---------------------------------------------------------------------------------------------------------
+
+
+def error_text(report: FaultReport, can_replay: bool = True) -> str:
+    """The text of `NonFiniteError`: what and where, evidence, state of the job, the next command."""
+    rows = [f"  {label + ':':<{LABEL_WIDTH}}{text}" for label, text in fault_rows(report, can_replay)]
+    return "\n".join([": ".join(headline(report)), *rows])
+
+
+# -- the report --------------------------------------------------------------------------------------------------------
+
+
 def report_text(report: FaultReport, manifest: Mapping[str, Any] | None = None, *, color: bool = False) -> str:
-    """A fault on one screen: what and where, evidence, damage, ranks, what is in the dump, the next command.
+    """A fault on one screen: what the error says, what else was seen, and what is in the dump.
 
     Args:
         report: of the fault.
         manifest: of the dump, for what it holds; None says nothing of it.
         color: whether terminal colours are wanted.
     """
-    lines = [*_headline(report), ""]
-    lines += _row("evidence", _evidence(report.origin))
-    lines += _row("cause", report.cause if report.cause != "unknown" else "")
-    lines += _row("state", _state(report))
-    lines += _row("rerun", report.rerun.text if report.rerun is not None else "")
-    lines += _row("ranks", _ranks(report))
+    place, what_happened = headline(report)
+    *rows, last = fault_rows(report, _can_replay(manifest)) or [("", "")]
+    if last[0] != "next":
+        rows, last = [*rows, last], ("", "")
+    lines = [place, f"  {what_happened}", ""]
+    for label, text in rows:
+        lines += _row(label, text)
     for site in _other_sites(report):
         lines += _row("also seen", site)
-    lines += _row("unchecked", _names(report.unchecked, "; "))
-    for note in report.notes:
-        lines += _row("note", note)
+    lines += _row("unchecked", listed(report.unchecked, MAX_NAMES_SHOWN, separator="; "))
     if manifest is not None:
         lines += ["", *_about_dump(report, manifest)]
-    lines += ["", _unwrapped("next", _next(report))]
+    lines += ["", _unwrapped(*last)] if last[0] else []
     text = "\n".join(lines).rstrip() + "\n"
     return _colored(text) if color else text
+
+
+def _can_replay(manifest: Mapping[str, Any] | None) -> bool:
+    if manifest is None:
+        return True
+    return manifest.get("recipe") is not None and not manifest.get("options", {}).get("redact")
 
 
 def human_size(size_bytes: float) -> str:
@@ -74,69 +172,10 @@ def _unwrapped(label: str, text: str) -> str:
     return f"  {label:<{LABEL_WIDTH}}{text}"
 
 
-def _headline(report: FaultReport) -> list[str]:
-    origin = report.origin
-    if origin is None:
-        return [f"step {report.step}: non-finite values; no site could be attributed"]
-    who = f"rank {origin.rank}" if origin.rank is not None else "no single rank"
-    where = [who, f"step {origin.step}"]
-    where += [f"micro-batch {origin.micro_batch}"] if origin.micro_batch is not None else []
-    return [f"{', '.join([*where, str(origin.phase)])}", f"  {what(origin)}"]
-
-
-def _evidence(origin: Site | None) -> str:
-    if origin is None:
-        return "none"
-    if origin.evidence is None:
-        return "minimum and maximum of the tensor; it was gone before it could be counted"
-    return _counts(origin.evidence)
-
-
-def _counts(evidence: Evidence) -> str:
-    kinds = {"NaN": evidence.num_nan, "+Inf": evidence.num_inf, "-Inf": evidence.num_neg_inf}
-    found = ", ".join(f"{count} {kind}" for kind, count in kinds.items() if count)
-    share = f"{found or 'nothing'} among {evidence.numel} elements, shape {tuple(evidence.shape)}, {evidence.dtype}"
-    return share + (
-        f"; largest finite {evidence.largest_finite:.3g}" if evidence.largest_finite is not None else "; none is finite"
-    )
-
-
-def _state(report: FaultReport) -> str:
-    ranks = f"all {report.world_size} ranks" if report.world_size > 1 else "the one rank"
-    if report.nonfinite_state:
-        return f"DAMAGED: {_names(report.nonfinite_state)}; do not resume from these weights"
-    if report.step == 0:
-        return f"undamaged: {ranks} stopped before the first update"
-    return f"undamaged: {ranks} stopped before the update, weights are those of step {report.step - 1}"
-
-
-def _ranks(report: FaultReport) -> str:
-    if report.world_size == 1:
-        return ""
-    seen = _few(report.ranks_affected, report.num_ranks_affected)
-    text = f"seen on {report.num_ranks_affected} of {report.world_size}" + (f": {seen}" if seen else "")
-    return text + (
-        f"; born in communication, held by {_few(report.holders, len(report.holders))}" if report.holders else ""
-    )
-
-
-def _few(ranks: Iterable[int], count: int) -> str:
-    shown = list(ranks)[:12]
-    return ", ".join(map(str, shown)) + (", ..." if count > len(shown) else "")
-
-
-def _names(names: Iterable[str], separator: str = ", ") -> str:
-    listed = list(names)
-    more = len(listed) - MAX_NAMES_SHOWN
-    return separator.join(listed[:MAX_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
 def _other_sites(report: FaultReport) -> Iterator[str]:
     others = [site for site in report.sites if site != report.origin]
     for site in others[:MAX_SITES_SHOWN]:
-        micro_batch = "" if site.micro_batch is None else f", micro-batch {site.micro_batch}"
-        who = "no single rank" if site.rank is None else f"rank {site.rank}"
-        yield f"{who}{micro_batch}, {site.phase}: {seen(site)}"
+        yield f"{', '.join(where(site))}: {seen(site)}"
     if len(others) > MAX_SITES_SHOWN:
         yield f"{len(others) - MAX_SITES_SHOWN} more sites: ddp-nanguard show --json"
 
@@ -147,20 +186,18 @@ def _about_dump(report: FaultReport, manifest: Mapping[str, Any]) -> list[str]:
     lines = [_unwrapped("dump", str(report.dump_path))]
     lines += _row("holds", f"{_present(present, report.world_size)}; {_weights(manifest)}; {size}")
     lines += _row("written", manifest.get("created", ""))
-    lines += _row("run", f"{report.wrapper} on {_num_ranks(report.world_size)}; {_versions(manifest)}")
+    lines += _row("run", f"{report.wrapper} on {plural(report.world_size, 'rank')}; {_versions(manifest)}")
     lines += _row("recipe", manifest.get("recipe") or "none given; replay needs --recipe module:function")
     for problem in manifest.get("problems", []):
         lines += _row("problem", problem)
     return lines
 
 
-def _num_ranks(count: int) -> str:
-    return f"{count} rank" if count == 1 else f"{count} ranks"
-
-
 def _present(ranks: list[int], world_size: int) -> str:
     return (
-        f"all of {_num_ranks(world_size)}" if len(ranks) == world_size else f"{len(ranks)} of {_num_ranks(world_size)}"
+        f"all of {plural(world_size, 'rank')}"
+        if len(ranks) == world_size
+        else f"{len(ranks)} of {plural(world_size, 'rank')}"
     )
 
 
@@ -176,15 +213,6 @@ def _versions(manifest: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {versions[name]}" for name in ("torch", "numpy", "python") if name in versions)
 
 
-def _next(report: FaultReport) -> str:
-    if report.dump_path is None:
-        return "no dump was written, so there is nothing to replay; set dump_dir to a directory that can be written"
-    if report.origin is not None and report.origin.rank is None and report.world_size > 1:
-        # born in communication: one rank alone cannot show it
-        return f"torchrun --nproc-per-node {report.world_size} -m ddp_nanguard.replay.run {report.dump_path} --trace"
-    return f"ddp-nanguard replay {report.dump_path}"
-
-
 def _colored(text: str) -> str:
     first, second, *rest = text.split("\n")
     lines = [f"{_BOLD}{first}{_PLAIN}", f"{_RED}{_BOLD}{second}{_PLAIN}"]
@@ -192,6 +220,3 @@ def _colored(text: str) -> str:
         label, content = line[: LABEL_WIDTH + 2], line[LABEL_WIDTH + 2 :]
         lines.append(f"{_DIM}{label}{_PLAIN}{content}" if label.strip() else line)
     return "\n".join(lines)
-
-
-__all__ = ["human_size", "layer_text", "report_text"]

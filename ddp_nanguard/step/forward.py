@@ -1,4 +1,4 @@
-"""What is done where the loop calls the model: hooks on or off, buffers and initial state kept, compilation followed."""
+"""What is done where the loop calls the model: hooks on and off, buffers and initial state, compilation."""
 
 from __future__ import annotations
 

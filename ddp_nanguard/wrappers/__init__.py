@@ -18,9 +18,26 @@ from torch.nn.parallel import DistributedDataParallel
 from . import ddp, fsdp1, fsdp2, plain
 from .base import GradientWatch, OnGradient, Wrapper, class_name, compiled_modules, inner_of, is_compiled, paths
 
-__all__ = ["GradientWatch", "OnGradient", "Wrapper", "compiled_modules", "is_compiled", "wrap_like", "wrapper_of"]
+__frame_role__ = "probe"  # see `hooks.frames`
+
+__all__ = [
+    "GradientWatch",
+    "OnGradient",
+    "Wrapper",
+    "compiled_modules",
+    "is_compiled",
+    "wrap_like",
+    "wrapper_class",
+    "wrapper_of",
+]
 
 _WRAP = {"plain": plain.wrap, "ddp": ddp.wrap, "fsdp1": fsdp1.wrap, "fsdp2": fsdp2.wrap}
+_CLASSES: dict[str, type[Wrapper]] = {
+    "plain": plain.PlainWrapper,
+    "ddp": ddp.DDPWrapper,
+    "fsdp1": fsdp1.FSDP1Wrapper,
+    "fsdp2": fsdp2.FSDP2Wrapper,
+}
 
 
 def wrapper_of(model: nn.Module) -> Wrapper:
@@ -58,11 +75,21 @@ def wrap_like(
 
     Collective: those of the wrapper's constructor; every rank of the world calls it.
     """
-    if description["kind"] not in _WRAP:
-        raise ValueError(f"wrapper kind {description['kind']!r} is unknown; valid: {', '.join(_WRAP)}")
-    if description["kind"] != "plain" and not dist.is_initialized():
+    if wrapper_class(description).communicates and not dist.is_initialized():
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     return _WRAP[description["kind"]](module, description, group, mesh)
+
+
+def wrapper_class(description: dict[str, Any]) -> type[Wrapper]:
+    """The class of a wrapper that `Wrapper.describe` recorded, to ask what it can do.
+
+    Raises:
+        ValueError: there is no such wrapper.
+    """
+    kind = description["kind"]
+    if kind not in _CLASSES:
+        raise ValueError(f"wrapper kind {kind!r} is unknown; valid: {', '.join(_CLASSES)}")
+    return _CLASSES[kind]
 
 
 def _where(model: nn.Module, cls: type) -> str | None:

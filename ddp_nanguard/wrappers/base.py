@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Partial
@@ -194,12 +195,19 @@ class Wrapper(ABC):
     """What differs between a plain module, DDP, FSDP1 and FSDP2.
 
     Attributes:
-        kind: ``plain``, ``ddp``, ``fsdp1`` or ``fsdp2``.
+        kind: ``plain``, ``ddp``, ``fsdp1`` or ``fsdp2``; for people and for dumps, never to be compared with.
+        communicates: whether it reduces gradients over ranks.
+        is_sharded: whether a rank holds a part of the weights only, of which a replay on one rank makes whole ones
+            by wrapping the model in the same way over one rank. An unsharded one is replayed without its wrapper.
+        hides_compiled_gradients: whether its hooks see no gradient under compiled autograd.
         model: what the user calls.
         root: the root module inside all shells.
     """
 
     kind: ClassVar[str]
+    communicates: ClassVar[bool] = True
+    is_sharded: ClassVar[bool] = False
+    hides_compiled_gradients: ClassVar[bool] = False
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -272,6 +280,14 @@ class Wrapper(ABC):
         Raises:
             ValueError: inside DDP's ``join``.
         """
+
+    def scaler_class(self) -> type[GradScaler]:
+        """The GradScaler with which all ranks skip the same steps."""
+        return GradScaler
+
+    def find_gathered(self) -> Callable[[torch.Tensor], str | None] | None:
+        """Finds the name of a parameter in memory that comes and goes within a step; None where none does."""
+        return None
 
     def overwrites_buffers(self) -> bool:
         """Whether the coming forward overwrites this rank's buffers with another rank's."""
@@ -373,6 +389,8 @@ class Wrapper(ABC):
 
 class ShardedWrapper(Wrapper):
     """A wrapper that splits parameters over ranks."""
+
+    is_sharded: ClassVar[bool] = True
 
     @abstractmethod
     def _position(self) -> tuple[int, int, int]:

@@ -27,6 +27,7 @@ class DDPWrapper(Wrapper):
     """A module in DDP, compiled or not."""
 
     kind: ClassVar[str] = "ddp"
+    hides_compiled_gradients: ClassVar[bool] = True
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._compile import _disable_dynamo
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -87,6 +88,12 @@ class FSDP1Wrapper(ShardedWrapper):
         watch = FSDP1Watch(self, on_gradient)
         watch.install_hooks()
         return watch
+
+    def scaler_class(self) -> type[GradScaler]:
+        """A plain one looks at this rank's shard alone, so that ranks would skip apart."""
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler  # seldom needed
+
+        return ShardedGradScaler
 
     def will_reduce(self) -> bool:
         """Whether any unit reduces, see ``no_sync``."""

@@ -8,7 +8,7 @@ module may never be called (a `ParameterList`, the output projection of attentio
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.hooks import RemovableHandle
 
 from ddp_nanguard.hooks.weak import WeakHook
@@ -56,6 +56,19 @@ class FSDP2Wrapper(ShardedWrapper):
         watch = FSDP2Watch(self, on_gradient)
         watch.install_hooks()
         return watch
+
+    def find_gathered(self) -> Callable[[torch.Tensor], str | None]:
+        """See `Wrapper.find_gathered`: FSDP2 hands a parameter to its module whole, and frees it again."""
+        modules = self.named_modules()
+
+        def name_of(tensor: torch.Tensor) -> str | None:
+            for layer, module in modules:
+                for name, parameter in module._parameters.items():
+                    if parameter is not None and _is_at(parameter, tensor):
+                        return f"{layer}.{name}" if layer else name
+            return None
+
+        return name_of
 
     def will_reduce(self) -> bool:
         """Whether any group reduces, see `FSDPModule.set_requires_gradient_sync`."""
@@ -155,6 +168,12 @@ class FSDP2Watch(GradientWatch):
         for name, param in self._params[module]:
             if (unsharded := getattr(param, "_unsharded_param", None)) is not None:
                 self.hook_leaf(name, unsharded)
+
+
+def _is_at(parameter: torch.Tensor, tensor: torch.Tensor) -> bool:
+    if isinstance(parameter, DTensor) or isinstance(tensor, DTensor) or parameter.numel() == 0:
+        return False
+    return parameter.device == tensor.device and parameter.data_ptr() == tensor.data_ptr()
 
 
 def wrap(

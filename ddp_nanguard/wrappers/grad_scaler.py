@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 
+from .base import Wrapper
+
 BeforeStep = Callable[[torch.optim.Optimizer], bool]
 """Called on entry to ``scaler.step``; False: the step is to be skipped."""
 
@@ -136,11 +138,11 @@ def _own_step(scaler: GradScaler) -> Any:
     return types.MethodType(type(scaler).step, scaler)
 
 
-def require_fitting_scaler(scaler: object, wrapper_kind: str) -> GradScaler | None:
+def require_fitting_scaler(scaler: object, wrapper: Wrapper) -> GradScaler | None:
     """The scaler to watch; None where there is none or it is disabled.
 
     Raises:
-        ValueError: no GradScaler, or a plain one with FSDP1, whose ranks would then skip apart.
+        ValueError: no GradScaler, or one with which the wrapper's ranks would skip apart.
     """
     if scaler is None:
         return None
@@ -148,12 +150,10 @@ def require_fitting_scaler(scaler: object, wrapper_kind: str) -> GradScaler | No
         raise ValueError(f"option scaler={type(scaler).__name__} is no GradScaler; give a torch.amp.GradScaler or None")
     if not scaler.is_enabled():
         return None
-    if wrapper_kind == "fsdp1":
-        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
-        if not isinstance(scaler, ShardedGradScaler):
-            raise ValueError(
-                f"option scaler={type(scaler).__name__} with FSDP1 lets ranks skip apart, each seeing its own shard; "
-                "give torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
-            )
+    needed = wrapper.scaler_class()
+    if not isinstance(scaler, needed):
+        raise ValueError(
+            f"option scaler={type(scaler).__name__} with {wrapper.kind} lets ranks skip apart, each seeing its own "
+            f"shard; give {needed.__module__}.{needed.__name__}"
+        )
     return scaler

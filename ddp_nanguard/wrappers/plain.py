@@ -16,6 +16,7 @@ class PlainWrapper(Wrapper):
     """A plain module, compiled or not."""
 
     kind: ClassVar[str] = "plain"
+    communicates: ClassVar[bool] = False
 
     def will_reduce(self) -> bool:
         """Never: nothing here communicates."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.exits import REPOSITORY, clean_exit, environment, faulty_exit, is_faulty, is_clean, torchrun
+from tests.e2e.exits import REPOSITORY, clean_exit, environment, faulty_exit, is_clean, is_faulty, torchrun
 
 
 def _cli(*arguments: str, timeout_s: float = 90) -> subprocess.CompletedProcess[str]:

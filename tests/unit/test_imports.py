@@ -1,89 +1,164 @@
-"""Imports go one way: what each part of the package may import is written down here and nowhere else."""
+"""Imports go one way: the floors of the package, from the bottom up, are written down here and nowhere else."""
 
 from __future__ import annotations
 
 import ast
+import importlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from ddp_nanguard.hooks.frames import FrameRole, role_of
+
 PACKAGE = Path(__file__).parents[2] / "ddp_nanguard"
 
-LEAVES = {"site", "scan", "rng", "config", "errors", "batch", "why"}
-"""torch, numpy and the standard library only; no torch.distributed, no files."""
-TOP = {"cli", "demo", "drill", "drill_job", "integrations", "report"}
-FORBIDDEN = {
-    "probes": {"guard", "replay", "dump", "wrappers", "verdict", *TOP},
-    "wrappers": {"guard", "replay", "dump", "probes", "verdict", *TOP},
-    "verdict": {"guard", "replay", "dump", "wrappers", "probes", *TOP},
-    "window": {"guard", "replay", "dump", "wrappers", "probes", "verdict", *TOP},
-    "dump": {"guard", "replay", "probes", "wrappers", "verdict", *TOP},
-    "board": {"guard", "replay", "dump", "probes", "wrappers", "verdict", *TOP},
-    "guard": {"replay", *TOP},
-    "policy": {"guard", "replay", *TOP},
-    "cause": {"guard", "policy", "replay", *TOP},
-    "rerun": {"guard", *TOP},  # it alone takes the replay, within a function and on a fault
-    "replay": {"cli", "demo", "drill", "drill_job", "integrations"},
-}
+FLOORS = (
+    ("report",),
+    ("errors", "config", "tensors"),
+    ("hooks",),
+    ("probes", "wrappers"),
+    ("capture", "distributed"),
+    ("inject", "dump"),
+    ("context",),
+    ("blame", "build"),
+    ("step",),
+    ("replay",),
+    ("diagnosis",),
+    ("fault",),
+    ("guard",),
+    ("testing", "cli"),
+    ("__init__", "__main__"),
+)
+"""Rooms: folders, and modules of the root. One imports from the floors below it, and from nowhere else."""
+WITHOUT_COMMUNICATION = {"report", "errors", "config", "hooks"}
+MAY_TOUCH_FILES = {"dump", "cli", "replay"}
+MAX_ROOT_MODULES = 12
 
 
-def _modules(part: str) -> list[Path]:
-    single = PACKAGE / f"{part}.py"
-    return [single] if single.exists() else sorted((PACKAGE / part).rglob("*.py"))
+def _room(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def _modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
 
 
 def _imports(path: Path) -> Iterator[str]:
-    """Absolute dotted names of what a file imports, inside functions too, except for type checking only."""
-    package = ".".join(("ddp_nanguard", *path.relative_to(PACKAGE).parts[:-1]))
-    for node in _runtime_nodes(ast.parse(path.read_text())):
+    """Absolute dotted names of all that a file imports: in functions and for type checking too."""
+    package = ("ddp_nanguard", *path.relative_to(PACKAGE).parts[:-1])
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = package.rsplit(".", node.level - 1)[0] if node.level else ""
-            module = ".".join(part for part in (base, node.module) if part)
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join([*base, *([node.module] if node.module else [])])
             yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
-def _runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-        return
-    yield node
-    for child in ast.iter_child_nodes(node):
-        yield from _runtime_nodes(child)
+def _own_imports(path: Path) -> set[str]:
+    """Rooms of this package that a file imports."""
+    return {name.split(".")[1] for name in _imports(path) if name.startswith("ddp_nanguard.")} - {_room(path)}
 
 
-def _context(path: Path) -> set[str]:
-    """Parts of this package that a file imports."""
-    return {name.split(".")[1] for name in _imports(path) if name.startswith("ddp_nanguard.")}
+def test_every_module_is_on_a_floor_and_every_floor_has_its_rooms() -> None:
+    listed = [room for floor in FLOORS for room in floor]
+    assert len(listed) == len(set(listed))
+    assert {_room(path) for path in _modules()} == set(listed)
 
 
-@pytest.mark.parametrize("part", sorted(LEAVES))
-def test_leaves_import_nothing_of_the_rest_and_no_communication(part: str) -> None:
-    for path in _modules(part):
-        assert _context(path) <= LEAVES, path
-        names = set(_imports(path))
-        assert not {name for name in names if name.startswith("torch.distributed")}, path
-        assert "torch.distributed" not in path.read_text() or part == "scan", path
+def test_imports_go_down() -> None:
+    floor_of = {room: number for number, floor in enumerate(FLOORS) for room in floor}
+    upwards = {
+        f"{path.relative_to(PACKAGE)} -> {room}"
+        for path in _modules()
+        for room in _own_imports(path)
+        if room not in floor_of or floor_of[room] >= floor_of[_room(path)]
+    }
+    assert not upwards
 
 
-@pytest.mark.parametrize("part", sorted(FORBIDDEN))
-def test_imports_go_one_way(part: str) -> None:
-    modules = _modules(part)
-    assert modules, f"no part called {part}"
-    for path in modules:
-        assert not _context(path) & FORBIDDEN[part], path
+def test_no_files_import_each_other_in_a_circle() -> None:
+    files = {_dotted(path): path for path in _modules()}
+    arrows = {
+        name: {target for target in map(_file_of(files), _imports(path)) if target} for name, path in files.items()
+    }
+    left = dict(arrows)
+    while True:  # take away what imports nothing that is left
+        free = [name for name, targets in left.items() if not (targets - {name}) & left.keys()]
+        if not free:
+            break
+        for name in free:
+            del left[name]
+    assert not left
 
 
-def test_only_the_dump_touches_files_and_only_config_reads_the_environment() -> None:
-    for path in PACKAGE.rglob("*.py"):
-        part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def _dotted(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _file_of(files: dict[str, Path]) -> object:
+    def find(name: str) -> str | None:
+        """The module itself, or that of which a name is imported."""
+        return next((each for each in (name, name.rpartition(".")[0]) if each in files), None)
+
+    return find
+
+
+def test_the_root_stays_small() -> None:
+    assert len(list(PACKAGE.glob("*.py"))) <= MAX_ROOT_MODULES
+
+
+@pytest.mark.parametrize("room", sorted(WITHOUT_COMMUNICATION))
+def test_the_lowest_rooms_know_of_no_communication(room: str) -> None:
+    for path in _modules():
+        if _room(path) == room:
+            assert not [name for name in _imports(path) if name.startswith("torch.distributed")], path
+
+
+def test_only_the_dump_touches_files_and_nothing_is_unpickled() -> None:
+    for path in _modules():
         calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}
-        if part not in {"dump", "cli", "demo", "drill", "drill_job", "replay", "report"}:
+        if _room(path) not in MAY_TOUCH_FILES:
             assert not calls & {"open", "os.open", "os.makedirs", "os.mkdir"}, path
-        assert "pickle.loads" not in calls, path
-        assert "torch.load" not in calls, path
+        assert not calls & {"pickle.loads", "torch.load"}, path
 
 
 def test_no_module_has_a_name_that_says_nothing() -> None:
-    assert not [path for path in PACKAGE.rglob("*.py") if path.stem in {"utils", "helpers", "common", "manager"}]
+    assert not [path for path in _modules() if path.stem in {"utils", "helpers", "common", "manager"}]
+
+
+def test_every_folder_says_what_its_frames_mean_in_a_stack() -> None:
+    roles = {str(role) for role in FrameRole}
+    for path in PACKAGE.rglob("__init__.py"):
+        folder = importlib.import_module(_dotted(path))
+        outer = path.parent.parent if path.parent != PACKAGE else None
+        is_inner = outer is not None and outer != PACKAGE  # as the folder around it, unless it says otherwise
+        assert is_inner or folder.__dict__.get("__frame_role__") in roles, path
+
+
+@pytest.mark.parametrize(
+    ("module", "role"),
+    [
+        ("ddp_nanguard.guard", FrameRole.PASSES_ON),
+        ("ddp_nanguard.step.monitor", FrameRole.PASSES_ON),
+        ("ddp_nanguard.cli.main", FrameRole.PASSES_ON),
+        ("ddp_nanguard.hooks.loop", FrameRole.PROBE),
+        ("ddp_nanguard.probes.slots", FrameRole.PROBE),
+        ("ddp_nanguard.replay.run_step", FrameRole.STARTS_STEP),
+        ("ddp_nanguard.diagnosis.trace.traced_step", FrameRole.STARTS_STEP),
+        ("ddp_nanguard.inject.hooks", FrameRole.INJECTS),
+        ("ddp_nanguard.inject.corrupt", FrameRole.INJECTS),
+        ("ddp_nanguard.inject.injector", FrameRole.PROBE),
+        ("torch.nn.functional", None),
+        ("__main__", None),
+    ],
+)
+def test_the_frames_of_a_module_mean_what_its_folder_says_unless_it_says_otherwise(
+    module: str, role: FrameRole | None
+) -> None:
+    importlib.import_module(module)
+    assert module in sys.modules
+    assert role_of(module) is role

@@ -23,7 +23,10 @@ def report(origin: Site, **more: Any) -> FaultReport:
 def history(loss: list[float], gradient: float = 1.0) -> dict[str, Any]:
     steps = range(9 - len(loss), 9)
     slots = {f"step.{step}.{key}": np.array([]) for step in steps for key in ("labels", "values")}
-    fault = {"fault.labels": np.array(["backward|0|b.weight|gradient|1"]), "fault.values": np.array([[0.0, gradient]])}
+    fault = {
+        "fault.labels": np.array(["backward|0|b.weight|-|gradient|1"]),
+        "fault.values": np.array([[0.0, gradient]]),
+    }
     flat = np.ones(len(loss))
     return {**slots, **fault, "steps": np.array(steps), "loss": np.array(loss), "gradient_max": flat}
 

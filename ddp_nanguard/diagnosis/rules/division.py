@@ -9,9 +9,10 @@ from torch import Tensor
 
 from ddp_nanguard.diagnosis.trace.divisor_sources import DivisorSource
 from ddp_nanguard.diagnosis.trace.events import Event
+from ddp_nanguard.report.wording import listed
 from ddp_nanguard.tensors.containers import named_tensors_in, path_text
 
-from .facts import Reason, TraceFacts, all_at_hits, at, hits, is_zero, listed, operand
+from .facts import Reason, TraceFacts, all_at_hits, at, hits, is_zero, operand
 
 _DIVISIONS = {"div", "true_divide", "divide", "floor_divide", "remainder", "fmod"}
 _PRODUCTS = {"mul", "mm", "bmm", "addmm", "matmul", "baddbmm", "dot", "mv", "linear"}
@@ -68,7 +69,7 @@ def _zeros(divisor: Any) -> str:
     squeezed = [index[0] if len(index) == 1 else _without_ones(index, divisor.shape) for index in where]
     if len(where) == divisor.numel():
         return " everywhere"
-    return f" at {'index' if len(where) == 1 else 'indices'} {listed(squeezed)}"
+    return f" at {'index' if len(where) == 1 else 'indices'} {listed(squeezed, 5)}"
 
 
 def _without_ones(index: list[int], shape: torch.Size) -> Any:
@@ -117,8 +118,8 @@ def _absent(facts: TraceFacts, divisor: Tensor, origin: DivisorSource) -> tuple[
         if tensor.shape[0] != traced.batch_size or min(present) < 0 or max(present) >= divisor.numel():
             continue
         if not present & set(zero) and present == set(range(divisor.numel())) - set(zero):
-            name = f"class {zero[0]} is" if len(zero) == 1 else f"classes {listed(zero)} are"
-            return f"{name} absent in this batch", f"batch{path_text(path)} has no {listed(zero)}"
+            name = f"class {zero[0]} is" if len(zero) == 1 else f"classes {listed(zero, 5)} are"
+            return f"{name} absent in this batch", f"batch{path_text(path)} has no {listed(zero, 5)}"
     return None
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ddp_nanguard.diagnosis.trace.events import Event, hit_mask
 from ddp_nanguard.diagnosis.trace.traced_step import Traced
 
-from .report_rules import WORDS, Reason, ReportFacts, listed
+from .report_rules import Reason, ReportFacts
 
 
 @dataclass
@@ -86,4 +86,4 @@ def is_zero(value: Tensor) -> Tensor:
     return value == 0
 
 
-__all__ = ["WORDS", "Reason", "TraceFacts", "listed"]
+__all__ = ["Reason", "TraceFacts"]

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from ddp_nanguard.replay.outcome import EAGER_NOW
 from ddp_nanguard.report.types import Phase, SecondRun
+from ddp_nanguard.report.wording import KIND_WORDS
 
 from . import report_rules as why
-from .facts import WORDS, Reason, TraceFacts, at
+from .facts import Reason, TraceFacts, at
 from .numbers import is_overflow
 
 
@@ -68,7 +69,7 @@ def update_overflow(facts: TraceFacts) -> Reason | None:
         return None
     return Reason(
         "update overflow",
-        f"{first_nonfinite_op.operator} of the update made {WORDS[first_nonfinite_op.kind]} in {origin.slot}",
+        f"{first_nonfinite_op.operator} of the update made {KIND_WORDS[first_nonfinite_op.kind]} in {origin.slot}",
     )
 
 

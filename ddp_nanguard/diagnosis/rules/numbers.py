@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ddp_nanguard.diagnosis.trace.events import Event, quick_kind
 from ddp_nanguard.diagnosis.trace.operators import tensors_of
+from ddp_nanguard.report.wording import listed
 
-from .facts import Reason, TraceFacts, all_at_hits, at, hits, listed, operand
+from .facts import Reason, TraceFacts, all_at_hits, at, hits, operand
 
 _SOFTMAX = {"_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax"}
 _GROWS = {
@@ -38,7 +39,7 @@ def _masked(rows: list[Any], facts: TraceFacts) -> tuple[str, ...]:
         if first_nonfinite_op is not None and first_nonfinite_op.line
         else ""
     )
-    told = f"rows without any score: {listed(rows)}"
+    told = f"rows without any score: {listed(rows, 5)}"
     return (told, made) if made and first_nonfinite_op is not None and first_nonfinite_op.kind == "-inf" else (told,)
 
 

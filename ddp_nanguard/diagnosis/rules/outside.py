@@ -7,11 +7,12 @@ import math
 import torch
 
 from ddp_nanguard.diagnosis.trace.events import Event
+from ddp_nanguard.report.wording import KIND_WORDS
 from ddp_nanguard.tensors.batch import batch_arrays, batch_leaves, batch_tensors
 from ddp_nanguard.tensors.containers import path_text
 
 from . import report_rules as why
-from .facts import WORDS, Reason, TraceFacts, at
+from .facts import Reason, TraceFacts, at
 
 
 def state_bad(facts: TraceFacts) -> Reason | None:
@@ -31,7 +32,7 @@ def state_bad(facts: TraceFacts) -> Reason | None:
         f"{name}: {o.num_nan} NaN, {o.num_inf} +Inf, {o.num_neg_inf} -Inf of {o.numel}" for name, o in inputs.items()
     ]
     kind = first_nonfinite_op.kind if not inputs else next(iter(inputs.values())).kind or first_nonfinite_op.kind
-    return why.bad_state(facts, names, WORDS[kind], tuple(counts))
+    return why.bad_state(facts, names, KIND_WORDS[kind], tuple(counts))
 
 
 def _is_mask(first_nonfinite_op: Event) -> bool:
@@ -91,7 +92,9 @@ def constant(facts: TraceFacts) -> Reason | None:
     if bad:
         return Reason(
             "bad input",
-            f"batch{path_text(bad[0])} holds {WORDS[first_nonfinite_op.kind]}",
+            f"batch{path_text(bad[0])} holds {KIND_WORDS[first_nonfinite_op.kind]}",
             (f"written in {at(first_nonfinite_op)}",),
         )
-    return Reason("constant", f"the code itself writes {WORDS[first_nonfinite_op.kind]} in {at(first_nonfinite_op)}")
+    return Reason(
+        "constant", f"the code itself writes {KIND_WORDS[first_nonfinite_op.kind]} in {at(first_nonfinite_op)}"
+    )

@@ -14,11 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ddp_nanguard.report.slot_key import SlotKey
 from ddp_nanguard.report.types import FaultReport, Phase, Site
+from ddp_nanguard.report.wording import KIND_WORDS, listed
 from ddp_nanguard.tensors.batch import bad_rows, batch_size, batch_tensors, nonfinite
 from ddp_nanguard.tensors.containers import path_text
 
-WORDS = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}
 MIN_VALUES = 4
 MIN_TOTAL = 10.0
 MIN_TOTAL_OVERFLOWED = 100.0
@@ -88,7 +89,7 @@ def hyper_parameter(known: ReportFacts) -> Reason | None:
     origin = known.origin
     if origin is None or origin.phase is not Phase.OPTIMIZER or origin.layer is not None:
         return None
-    return Reason("hyper-parameter", f"{origin.slot} is {WORDS[origin.kind]}")
+    return Reason("hyper-parameter", f"{origin.slot} is {KIND_WORDS[origin.kind]}")
 
 
 def finite_in_place(known: ReportFacts) -> Reason | None:
@@ -119,7 +120,7 @@ def state(known: ReportFacts) -> Reason | None:
     origin = known.origin
     if origin is None or origin.phase is not Phase.STATE or origin.input_kind is not None:
         return None
-    return bad_state(known, [origin.slot], WORDS[origin.kind])
+    return bad_state(known, [origin.slot], KIND_WORDS[origin.kind])
 
 
 def bad_state(known: ReportFacts, names: list[str], kind: str, counts: tuple[str, ...] = ()) -> Reason:
@@ -127,7 +128,7 @@ def bad_state(known: ReportFacts, names: list[str], kind: str, counts: tuple[str
     when = "before any training" if known.report is not None and known.report.step == 0 else "before the step"
     damaged = list(known.report.nonfinite_state) if known.report is not None else []
     evidence = [*counts, *([f"damaged: {listed(damaged, 8)}"] if damaged else [])]
-    return Reason("state", f"{listed(names)} held {kind} {when}", tuple(evidence))
+    return Reason("state", f"{listed(names, 5)} held {kind} {when}", tuple(evidence))
 
 
 def bad_input(known: ReportFacts) -> Reason | None:
@@ -142,7 +143,7 @@ def bad_input(known: ReportFacts) -> Reason | None:
         return found
     first = origin.evidence.first if origin.evidence is not None else None
     where = f", first at {list(first)}" if first is not None else ""
-    return Reason("bad input", f"{name} holds {WORDS[origin.kind]}{where}")
+    return Reason("bad input", f"{name} holds {KIND_WORDS[origin.kind]}{where}")
 
 
 def bad_item(name: str, tensor: Tensor, batch: Any, size: int | None, taken_by: str | None = None) -> Reason | None:
@@ -162,7 +163,7 @@ def bad_item(name: str, tensor: Tensor, batch: Any, size: int | None, taken_by: 
     first = bad.nonzero()[0].tolist()
     rows = bad_rows(bad, size)
     place = f"{name}[{', '.join(map(str, first))}]" if first else name
-    samples = f", sample{'s' if len(rows) > 1 else ''} {listed(rows)}" if rows else ""
+    samples = f", sample{'s' if len(rows) > 1 else ''} {listed(rows, 5)}" if rows else ""
     evidence = [f"{int(bad.sum())} of {bad.numel()} elements, first {place}", *([taken_by] if taken_by else [])]
     return Reason("bad input", f"{name} holds {kind}{samples}", (*evidence, *_ids(batch, rows, name)))
 
@@ -175,7 +176,7 @@ def _ids(batch: Any, rows: list[int], name: str) -> list[str]:
     for path, values in _columns(batch, ()):
         text = f"batch{path_text(path)}"
         if text != name and len(values) > max(rows):
-            found.append(f"{text} of these samples: {listed([values[row] for row in rows])}")
+            found.append(f"{text} of these samples: {listed([values[row] for row in rows], 5)}")
     return found[:4]
 
 
@@ -222,7 +223,7 @@ def _largest_gradient(history: History, name: str) -> float | None:
     values = [
         max(abs(low), abs(high))
         for label, (low, high) in zip(history["fault.labels"].tolist(), history["fault.values"].tolist(), strict=True)
-        if label.startswith("backward|") and label.split("|")[2] == name
+        if (key := SlotKey.from_label(label)).phase is Phase.BACKWARD and key.name == name
     ]
     return max(values, default=None)
 
@@ -280,8 +281,8 @@ def growth(known: ReportFacts, least: float | None = None, then: tuple[str, ...]
 
 def _where(known: ReportFacts, found: Mapping[int, Any]) -> str:
     if known.report is not None and len(known.histories) < known.report.world_size:
-        return f"as seen on rank {listed(sorted(found))}"
-    return "on every rank" if len(found) == len(known.histories) else f"on rank {listed(sorted(found))}"
+        return f"as seen on rank {listed(sorted(found), 5)}"
+    return "on every rank" if len(found) == len(known.histories) else f"on rank {listed(sorted(found), 5)}"
 
 
 def _least_growth(origin: Site) -> float:
@@ -293,7 +294,7 @@ def _learning_rates(known: ReportFacts) -> list[str]:
     """What most often makes values grow."""
     rates = [(str(o.get("class")), g["lr"]) for o in known.optimizers for g in o.get("groups", []) if "lr" in g]
     shown = [f"{name} with lr={rate:g}" for name, rate in dict.fromkeys(rates) if isinstance(rate, float)]
-    return [f"trained by {listed(shown)}"] if shown else []
+    return [f"trained by {listed(shown, 5)}"] if shown else []
 
 
 def growing(history: History) -> tuple[str, list[int], list[float]] | None:
@@ -308,7 +309,8 @@ def growing(history: History) -> tuple[str, list[int], list[float]] | None:
 
 def _largest_activation(history: History, step: int) -> float:
     labels, values = history[f"step.{step}.labels"].tolist(), history[f"step.{step}.values"]
-    sizes = [float(np.abs(v).max()) for label, v in zip(labels, values, strict=True) if label.startswith("forward|")]
+    keyed = zip(map(SlotKey.from_label, labels), values, strict=True)
+    sizes = [float(np.abs(value).max()) for key, value in keyed if key.phase is Phase.FORWARD]
     finite = [size for size in sizes if math.isfinite(size)]
     return max(finite, default=math.nan)
 
@@ -328,12 +330,6 @@ def _grows(values: list[float]) -> bool:
         return False
     total = values[-1] / values[0]
     return total >= MIN_TOTAL and bool(total ** (1 / (len(values) - 1)) >= MIN_FACTOR)
-
-
-def listed(values: list[Any], limit: int = 5) -> str:
-    """``3, 17, ... (9 in all)``."""
-    shown = ", ".join(str(value) for value in values[:limit])
-    return shown if len(values) <= limit else f"{shown}, ... ({len(values)} in all)"
 
 
 RULES: tuple[Callable[[ReportFacts], Reason | None], ...] = (

@@ -13,14 +13,11 @@ from types import CodeType, FrameType
 
 import torch
 
+from ddp_nanguard.hooks.frames import FrameRole, module_of, role_of
+
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _MODULES = os.path.join(_TORCH, "nn", "modules") + os.sep
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _STANDARD = (sysconfig.get_paths()["stdlib"] + os.sep, sysconfig.get_paths()["platstdlib"] + os.sep)
-_TRANSPARENT = tuple(_PACKAGE + name for name in ("guard.py", "replay/", "diagnosis/", "cli/"))
-_PLANTED = _PACKAGE + "inject/hooks.py"
-"""A planted fault is to be found as the user's own would be."""
-_REPLAY = (_PACKAGE + "replay" + os.sep, _PACKAGE + "diagnosis" + os.sep)
 MAX_LINES = 4
 
 
@@ -91,6 +88,25 @@ class Stack:
     kinds: frozenset[FrameKind]
 
 
+_OWN_KINDS = {
+    FrameRole.PROBE: FrameKind.PROBE,
+    FrameRole.PASSES_ON: FrameKind.OTHER,
+    FrameRole.STARTS_STEP: FrameKind.OTHER,
+    FrameRole.INJECTS: FrameKind.USER,
+}
+
+
+def _kind(frame: FrameType) -> FrameKind:
+    role = _roles[module_of(frame)]
+    return _files[frame.f_code.co_filename] if role is None else _OWN_KINDS[role]
+
+
+class _Roles(dict[str, FrameRole | None]):
+    def __missing__(self, module: str) -> FrameRole | None:
+        self[module] = role = role_of(module)
+        return role
+
+
 class _Files(dict[str, FrameKind]):
     def __missing__(self, file: str) -> FrameKind:
         self[file] = kind = _kind_of_file(file)
@@ -98,6 +114,7 @@ class _Files(dict[str, FrameKind]):
 
 
 def _kind_of_file(file: str) -> FrameKind:
+    """Whose code a file outside of this package holds."""
     path = os.path.abspath(file)
     if path.startswith(_TORCH):
         inner = path.removeprefix(_TORCH).replace(os.sep, "/")
@@ -108,21 +125,18 @@ def _kind_of_file(file: str) -> FrameKind:
         if inner.startswith("distributed/fsdp/"):
             return FrameKind.WRAPPER
         return FrameKind.COMPILED if inner == "_dynamo/eval_frame.py" else FrameKind.OTHER
-    if path == _PLANTED:
-        return FrameKind.USER
-    if path.startswith(_PACKAGE):
-        return FrameKind.OTHER if path.startswith(_TRANSPARENT) else FrameKind.PROBE
     is_standard = path.startswith(_STANDARD) and "site-packages" not in path
     return FrameKind.OTHER if is_standard or file.startswith("<frozen") else FrameKind.USER
 
 
 _files = _Files()
+_roles = _Roles()
 
 
 def first_spot(frame: FrameType | None) -> CodeLocation | FrameKind | None:
     """The innermost spot of the user's code; `Kind.PROBE` for this package's own; None within a backward pass."""
     while frame is not None:
-        kind = _files[frame.f_code.co_filename]
+        kind = _kind(frame)
         if kind is FrameKind.USER:
             return CodeLocation(frame.f_code, frame.f_lasti, frame.f_lineno)
         if kind is FrameKind.PROBE:
@@ -136,7 +150,7 @@ def first_spot(frame: FrameType | None) -> CodeLocation | FrameKind | None:
 def is_wrappers_own(frame: FrameType | None) -> bool:
     """Whether FSDP runs the operator by itself: its code is met before the user's and before a module's forward."""
     while frame is not None:
-        kind = _files[frame.f_code.co_filename]
+        kind = _kind(frame)
         if kind not in (FrameKind.OTHER, FrameKind.COMPILED) or frame.f_code.co_filename.startswith(_MODULES):
             return kind is FrameKind.WRAPPER
         if frame.f_code.co_name == "_engine_run_backward":
@@ -150,13 +164,13 @@ def stack_of(frame: FrameType | None) -> Stack:
     spots: list[CodeLocation] = []
     kinds: set[FrameKind] = set()
     while frame is not None:
-        kind = _files[frame.f_code.co_filename]
+        kind = _kind(frame)
         if frame.f_code.co_name == "_engine_run_backward":
             kinds.add(FrameKind.ENGINE)
             break
         if kind is not FrameKind.COMPILED or frame.f_code.co_name == "compile_wrapper":
             kinds.add(kind)
-        if frame.f_code.co_filename.startswith(_REPLAY):
+        if _roles[module_of(frame)] is FrameRole.STARTS_STEP:
             break  # what started the replay is no part of the step
         if kind is FrameKind.USER and len(spots) < MAX_LINES:
             spots.append(CodeLocation(frame.f_code, frame.f_lasti, frame.f_lineno))
@@ -166,7 +180,7 @@ def stack_of(frame: FrameType | None) -> Stack:
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
     """The innermost frame of the user's code."""
-    while frame is not None and _files[frame.f_code.co_filename] is not FrameKind.USER:
+    while frame is not None and _kind(frame) is not FrameKind.USER:
         frame = frame.f_back
     return frame
 

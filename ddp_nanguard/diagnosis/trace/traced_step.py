@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from ddp_nanguard.capture.window import MicroBatch
 from ddp_nanguard.replay.rebuild import Rebuilt
 from ddp_nanguard.replay.run_step import StepResult
 from ddp_nanguard.replay.session import Session, eager, is_compiled
+from ddp_nanguard.report.wording import KIND_WORDS
 from ddp_nanguard.tensors.batch import batch_arrays, batch_size, batch_tensors
 
 from .events import Event, quick_kind
@@ -126,8 +126,9 @@ class Watcher:
 
     def _name_state(self) -> None:
         memory, wrapper = self._trace.memory, self._rebuilt.wrapper
-        if wrapper.kind == "fsdp2":
-            memory.look_up = _gathered(wrapper.named_modules())
+        find_gathered = wrapper.find_gathered()
+        if find_gathered is not None:
+            memory.look_up = find_gathered
         for name, parameter in wrapper.named_parameters():
             memory.name(wrapper.local(parameter), name)
             for optimizer in self._rebuilt.optimizers:
@@ -165,11 +166,11 @@ class Watcher:
         for name, parameter in wrapper.named_parameters():
             writer = self._trace.memory.writer(wrapper.local(parameter))
             if writer is not None and quick_kind(parameter) is not None:
-                self._updated.append((f"{name} is {_WORDS[writer.kind]} after the update", writer))
+                self._updated.append((f"{name} is {KIND_WORDS[writer.kind]} after the update", writer))
         for name, buffer in wrapper.named_buffers():
             writer = self._trace.memory.writer(buffer)
             if writer is not None and writer.kind != "-inf":  # the guard has put it back
-                self._updated.append((f"the buffer {name} is {_WORDS[writer.kind]}", writer))
+                self._updated.append((f"the buffer {name} is {KIND_WORDS[writer.kind]}", writer))
 
     # -- what it showed ----------------------------------------------------------------------------------------------
 
@@ -201,7 +202,7 @@ class Watcher:
                 kind = quick_kind(loss) if isinstance(loss, Tensor) else None
                 if kind is not None:
                     event = self._trace.memory.writer(loss)
-                    return seen, f"{name} is {_WORDS[kind]}", event
+                    return seen, f"{name} is {KIND_WORDS[kind]}", event
             if seen.gradients and self._rebuilt.scaler is None:
                 return self._gradient_target(seen)
         scaled = next((seen for seen in self._seen if seen.gradients), None)
@@ -213,7 +214,7 @@ class Watcher:
 
     def _gradient_target(self, seen: _Seen) -> tuple[_Seen, str, Event]:
         name, event = min(seen.gradients, key=lambda pair: (min(pair[1].roots), pair[1].order))
-        return seen, f"the gradient of {name} is {_WORDS[event.kind]}", event
+        return seen, f"the gradient of {name} is {KIND_WORDS[event.kind]}", event
 
     def _anything(self) -> tuple[_Seen | None, str, Event | None]:
         """Neither loss nor gradient nor weight: the last value that is no mask."""
@@ -222,26 +223,4 @@ class Watcher:
             return None, "", None
         event = events[-1]
         seen = next((seen for seen in self._seen if seen.index == event.micro_batch), None)
-        return seen, f"a value in the step is {_WORDS[event.kind]}; loss, gradients and weights are finite", event
-
-
-def _gathered(modules: list[tuple[str, nn.Module]]) -> Callable[[Tensor], str | None]:
-    """Finds the name of a parameter as FSDP2 hands it to its module, whole, in memory that comes and goes."""
-
-    def name_of(tensor: Tensor) -> str | None:
-        for layer, module in modules:
-            for name, parameter in module._parameters.items():
-                if parameter is not None and _is_at(parameter, tensor):
-                    return f"{layer}.{name}" if layer else name
-        return None
-
-    return name_of
-
-
-def _is_at(parameter: Tensor, tensor: Tensor) -> bool:
-    if isinstance(parameter, DTensor) or isinstance(tensor, DTensor) or parameter.numel() == 0:
-        return False
-    return parameter.device == tensor.device and parameter.data_ptr() == tensor.data_ptr()
-
-
-_WORDS = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}
+        return seen, f"a value in the step is {KIND_WORDS[event.kind]}; loss, gradients and weights are finite", event

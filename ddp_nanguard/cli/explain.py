@@ -1,0 +1,53 @@
+"""``ddp-nanguard explain``: why it happened, in one sentence."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING
+
+from ddp_nanguard.errors import DumpError
+
+from .arguments import Commands, add_dump, add_replay_source
+
+if TYPE_CHECKING:
+    from ddp_nanguard.diagnosis.diagnose import Diagnosis
+
+
+def add_explain(commands: Commands) -> None:
+    """The command ``explain``."""
+    parser = commands.add_parser(
+        "explain",
+        help="why it happened: one sentence and the evidence",
+        description="Runs the step under a trace where the dump can be replayed alone; else asks the report.",
+    )
+    add_dump(parser)
+    add_replay_source(parser)
+    parser.add_argument("--no-replay", action="store_true", help="run nothing: ask the report and the history alone")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.set_defaults(command=run_explain)
+
+
+def run_explain(options: argparse.Namespace) -> int:
+    """``ddp-nanguard explain DUMP``."""
+    from .trace_text import explanation_text
+
+    found = _explained(options)
+    print(json.dumps(found.to_dict()) if options.json else explanation_text(found), end="\n" if options.json else "")
+    return 0
+
+
+def _explained(options: argparse.Namespace) -> Diagnosis:
+    from ddp_nanguard.diagnosis.diagnose import diagnose, without_replay
+    from ddp_nanguard.dump.read import open_dump
+    from ddp_nanguard.replay.session import open_session
+
+    if options.no_replay:
+        return without_replay(open_dump(options.dump), None, "--no-replay")
+    try:
+        session = open_session(options.dump, options.rank, options.recipe, options.device)
+        outcome = session.plain()
+    except DumpError as error:
+        dump = open_dump(options.dump)  # a dump that cannot be read is wrong usage, a missing recipe is not
+        return without_replay(dump, None, str(error))
+    return diagnose(session, outcome)

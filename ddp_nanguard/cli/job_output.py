@@ -1,0 +1,35 @@
+"""What a job under torchrun has printed, and the environment that a job of its own starts with."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+_MESSAGE = re.compile(r"(NonFiniteError: .*(?:\n(?:\[rank\d+\]: )?  .*)*)")
+_JOB_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def environment_without_job() -> dict[str, str]:
+    """This process's environment without what an enclosing job would leave in it."""
+    return {name: value for name, value in os.environ.items() if name not in _JOB_VARIABLES}
+
+
+def worker_texts(logs: Path) -> list[str]:
+    """What each worker of the newest run under ``logs`` printed, stdout before stderr, in rank order."""
+    runs = [path for path in logs.iterdir() if path.is_dir()] if logs.is_dir() else []
+    if not runs:
+        return []
+    newest = max(runs, key=lambda path: path.stat().st_mtime)
+    workers = sorted(newest.glob("attempt_0/*"), key=lambda path: int(path.name))
+    names = ("stdout.log", "stderr.log")
+    return [
+        "".join((path / name).read_text(errors="replace") for name in names if (path / name).exists())
+        for path in workers
+    ]
+
+
+def error_message(text: str) -> str | None:
+    """The text of a `NonFiniteError` that a worker has printed, without torchrun's prefixes."""
+    found = _MESSAGE.search(text)
+    return re.sub(r"\n\[rank\d+\]: ", "\n", found[1]) if found else None

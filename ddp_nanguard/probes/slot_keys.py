@@ -1,0 +1,44 @@
+"""Slots by their key, for the dump and for comparing a replay with it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from ddp_nanguard.report.slot_key import PARAMETER_GRADIENT, ROOT_OUTPUT, SlotKey
+from ddp_nanguard.report.types import Phase
+
+from .backward import GradientHook
+from .calls import TensorRecord
+from .gradient import GradientSource
+from .slots import SlotRole, SlotStats
+from .sources import LossSource
+
+
+def keyed_slots(slot_stats: list[SlotStats]) -> list[tuple[SlotKey, tuple[float, float]]]:
+    """Key and (minimum, maximum) of every slot that has a key, in execution order."""
+    counts: Counter[SlotKey] = Counter()
+    found: list[tuple[SlotKey, tuple[float, float]]] = []
+    for stats in slot_stats:
+        key = _key(stats)
+        if key is not None:
+            counts[key] += 1
+            found.append((replace(key, occurrence=counts[key]), (stats.minimum, stats.maximum)))
+    return found
+
+
+def _key(stats: SlotStats) -> SlotKey | None:
+    source = stats.source
+    if isinstance(source, TensorRecord):
+        call = source.call
+        slot = ROOT_OUTPUT if stats.role is SlotRole.OUTPUT else source.slot
+        return SlotKey(Phase.FORWARD, call.micro_batch, call.layer, call.number, slot)
+    if isinstance(source, GradientHook):
+        call = source.call
+        return SlotKey(Phase.BACKWARD, call.micro_batch, call.layer, call.number, f"gradient of {source.record.slot}")
+    if isinstance(source, GradientSource):
+        phase = Phase.REDUCE if source.reduced else Phase.BACKWARD
+        return SlotKey(phase, source.micro_batch, source.name, None, PARAMETER_GRADIENT)
+    if isinstance(source, LossSource):
+        return SlotKey(Phase.LOSS, source.micro_batch, source.name, None, "")
+    return None
