@@ -135,6 +135,10 @@ class GuardConfig:
         """Whether an ``ignore`` pattern (fnmatch) covers a layer or a parameter."""
         return any(fnmatchcase(name, pattern) for pattern in self.ignore)
 
+    def check(self) -> None:
+        """Raises a ValueError that names the first option whose value does not fit, the value and the valid ones."""
+        self._validate()
+
     def to_dict(self) -> dict[str, Any]:
         """The options as JSON-ready data."""
         return json.loads(json.dumps(dataclasses.asdict(self)))  # type: ignore[no-any-return]  # tuples become lists

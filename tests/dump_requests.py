@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from math import nan
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,10 @@ from ddp_nanguard.capture.rng import capture
 from ddp_nanguard.capture.window import MicroBatch
 from ddp_nanguard.config import GuardConfig
 from ddp_nanguard.dump import DumpRequest
+from ddp_nanguard.dump.manifest import settings
+from ddp_nanguard.dump.rank_records import Device, RankEvidence
+from ddp_nanguard.dump.records import WrapperDescription
+from ddp_nanguard.dump.request import no_plain_state
 from ddp_nanguard.report.types import Evidence, FaultReport, Phase, Site
 from ddp_nanguard.tensors.shards import TensorShard
 
@@ -77,8 +82,9 @@ def request(dump_dir: Any, *, rank: int = 0, world_size: int = 1, step: int = 7,
         "window": window(),
         "buffers": {"bn.running_mean": torch.arange(3.0)},
         "history": {"loss": np.array([1.0, np.nan]), "layers/2": np.zeros((2, 2))},
-        "evidence": {"sites": [site(rank).to_dict()]},
-        "plain_state": {"lr": 0.1, "betas": (0.9, float("nan")), "step": torch.tensor(3)},
+        "evidence": RankEvidence(rank, step, settings(), "host", Device("cpu"), (site(rank),)),
+        "wrapper": WrapperDescription.from_dict({"kind": "ddp", "compiled": False}),
+        "plain_state": {**no_plain_state(), "registered": {"lr": 0.1, "betas": (0.9, nan), "step": torch.tensor(3)}},
         "recipe": "train:recipe",
         "replica_index": rank,
     }

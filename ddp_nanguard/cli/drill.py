@@ -16,15 +16,20 @@ import tempfile
 import uuid
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ddp_nanguard.config import ENV_INJECT, ENV_PREFIX
+from ddp_nanguard.config import ENV_INJECT, ENV_PREFIX, GuardConfig
+from ddp_nanguard.errors import DumpError
 from ddp_nanguard.inject.spec import IN_PARAMETERS, WITHOUT_LAYER
 from ddp_nanguard.report.types import Phase
 
 from .arguments import WRONG_USAGE
 from .drill_job import ENV_DRILL_ID, LAUNCHERS, JobResult, kill_all, num_processes, run_job
 from .job_output import environment_without_job, error_message
+
+if TYPE_CHECKING:
+    from ddp_nanguard.dump.rank_records import InjectedFault
+    from ddp_nanguard.dump.read import Dump
 
 PHASES = tuple(map(str, Phase))
 MAX_SHOWN = 3000
@@ -152,10 +157,8 @@ def _ended(ran: JobResult, order: DrillConfig) -> Check:
 
 def _planted(ran: JobResult, dump: Path | None, plan: dict[str, Any]) -> Check:
     name = "the fault was planted"
-    if dump is not None:
-        injected = _read(dump / f"rank-{plan['rank']:05d}" / "evidence.json").get("injected") or []
-        if injected:
-            return Check(name, True, f"by the guard on rank {plan['rank']}")
+    if _injected(_opened(dump), plan["rank"]):
+        return Check(name, True, f"by the guard on rank {plan['rank']}")
     done = [said for said in ran.said if said.startswith("planted")]
     refused = [said for said in ran.said if said.startswith("NOT planted")]
     wrong = [line for text in ran.texts for line in text.splitlines() if "ValueError" in line and ENV_INJECT in line]
@@ -169,9 +172,9 @@ def _planted(ran: JobResult, dump: Path | None, plan: dict[str, Any]) -> Check:
 
 
 def _about_stop(ran: JobResult, dump: Path | None) -> list[Check]:
-    manifest = _read(dump / "manifest.json") if dump is not None else {}
-    expected = manifest.get("options", {}).get("exit_code", 65)
-    count = manifest.get("world_size", len(ran.texts))
+    opened = _opened(dump)
+    expected = opened.manifest.options.exit_code if opened is not None else GuardConfig.exit_code
+    count = opened.world_size if opened is not None else len(ran.texts)
     codes = [ran.codes.get(rank) for rank in range(count)]
     together = all(code == expected for code in codes)
     shown = ", ".join("none" if code is None else str(code) for code in codes)
@@ -189,19 +192,23 @@ def _about_dump(
 ) -> list[Check]:
     if dump is None:
         return [Check("the dump", False, "there is none")]
-    manifest = _read(dump / "manifest.json")
-    return [_named(dump, manifest, plan), _complete(dump, manifest), _replayed(dump, manifest, order, environment)]
+    complete = _complete(dump)
+    opened = _opened(dump)
+    if opened is None:
+        return [complete]
+    return [_named(opened, plan), complete, _replayed(opened, order, environment)]
 
 
-def _named(dump: Path, manifest: dict[str, Any], plan: dict[str, Any]) -> Check:
+def _named(dump: Dump, plan: dict[str, Any]) -> Check:
     """The planted site and no other; a kind may change on its way through a backward (inf times 0)."""
-    injected = (_read(dump / f"rank-{plan['rank']:05d}" / "evidence.json").get("injected") or [{}])[0]
-    planned = {**plan, "layer": injected.get("layer", plan.get("layer")), "micro_batch": 0}
+    injected = _injected(dump, plan["rank"])
+    planned = {**plan, "layer": injected[0].layer if injected else plan.get("layer"), "micro_batch": 0}
     if plan["phase"] in IN_PARAMETERS:
         planned["micro_batch"] = None
-    origin = dict(manifest.get("origin") or {})
+    report = dump.report
+    origin = report.origin.to_dict() if report.origin is not None else {}
     if plan["phase"] == "reduce":
-        origin["rank"] = manifest["holders"][0] if len(manifest["holders"]) == 1 else None
+        origin["rank"] = report.holders[0] if len(report.holders) == 1 else None
     wrong = [
         f"{key} {origin.get(key)!r} instead of {value!r}"
         for key, value in planned.items()
@@ -211,33 +218,32 @@ def _named(dump: Path, manifest: dict[str, Any], plan: dict[str, Any]) -> Check:
     return Check("named exactly", not wrong, "; ".join(wrong) or " · ".join(filter(None, place)))
 
 
-def _complete(dump: Path, manifest: dict[str, Any]) -> Check:
+def _complete(dump: Path) -> Check:
     from ddp_nanguard.dump.read import open_dump
-    from ddp_nanguard.errors import DumpError
 
     try:
         opened = open_dump([str(dump)], verify=True)
     except DumpError as error:
         return Check("the dump is complete", False, str(error))
-    missing = [rank for rank in range(manifest["world_size"]) if rank not in opened.ranks]
+    manifest, missing = opened.manifest, opened.missing_ranks
     problems = [f"ranks missing: {missing}"] if missing else []
-    problems += [manifest["weights"]["problem"]] if manifest["weights"]["problem"] else []
-    problems += manifest["problems"]
+    problems += [manifest.weights.problem] if manifest.weights.problem else []
+    problems += manifest.problems
     size = f"{len(opened.ranks)} ranks, {opened.size_bytes / 2**20:.1f} MiB, checksums right"
     return Check("the dump is complete", not problems, "; ".join(problems) or size)
 
 
-def _replayed(dump: Path, manifest: dict[str, Any], order: DrillConfig, environment: dict[str, str]) -> Check:
-    if manifest["recipe"] is None:
+def _replayed(dump: Dump, order: DrillConfig, environment: dict[str, str]) -> Check:
+    if dump.manifest.recipe is None:
         return Check(
             "the replay is the same", None, 'not checked: no recipe; give NanGuard(..., replay="module:function")'
         )
-    is_together = manifest["origin"]["phase"] == "reduce"
+    is_together = dump.report.origin is not None and dump.report.origin.phase == "reduce"
     name = "the replay is the same"
-    command = [sys.executable, "-m", "ddp_nanguard", "replay", str(dump), "--json"]
+    command = [sys.executable, "-m", "ddp_nanguard", "replay", str(dump.path), "--json"]
     if is_together:
-        launch = [sys.executable, "-m", LAUNCHERS[0], "--standalone", f"--nproc-per-node={manifest['world_size']}"]
-        command = [*launch, "--redirects=0", "-m", "ddp_nanguard", "replay", str(dump)]
+        launch = [sys.executable, "-m", LAUNCHERS[0], "--standalone", f"--nproc-per-node={dump.world_size}"]
+        command = [*launch, "--redirects=0", "-m", "ddp_nanguard", "replay", str(dump.path)]
     variables = {key: value for key, value in environment.items() if not key.startswith(ENV_PREFIX)}
     package = str(Path(__file__).parents[2])
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, [variables.get("PYTHONPATH"), package]))
@@ -251,7 +257,7 @@ def _replayed(dump: Path, manifest: dict[str, Any], order: DrillConfig, environm
         replay.communicate()
         return Check(name, False, f"the replay did not end within {order.timeout_s:g} s")
     outcome = _last_json(output)
-    who = f"all {manifest['world_size']} ranks" if is_together else f"rank {outcome.get('rank')} alone"
+    who = f"all {dump.world_size} ranks" if is_together else f"rank {outcome.get('rank')} alone"
     if replay.returncode == 0 and outcome.get("outcome") == "same":
         return Check(name, True, f"{who}, bit for bit")
     said = outcome.get("reason") or (errors.strip().splitlines() or ["no output"])[-1]
@@ -263,12 +269,19 @@ def _dump_in(directory: Path) -> Path | None:
     return found[0] if found else None
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+def _opened(dump: Path | None) -> Dump | None:
+    """The dump with whatever is wrong with its files; None where it cannot be read."""
+    from ddp_nanguard.dump.read import open_dump
+
+    with contextlib.suppress(DumpError):
+        return open_dump([str(dump)], verify=False) if dump is not None else None
+    return None
+
+
+def _injected(dump: Dump | None, rank: int) -> tuple[InjectedFault, ...]:
+    with contextlib.suppress(DumpError):
+        return dump.evidence(rank).injected if dump is not None else ()
+    return ()
 
 
 def _last_json(text: str) -> dict[str, Any]:

@@ -131,7 +131,7 @@ def run_demo(options: argparse.Namespace) -> int:
 
 def run_list(options: argparse.Namespace) -> int:
     """``ddp-nanguard list DIR...``."""
-    from ddp_nanguard.dump.read import list_dumps
+    from ddp_nanguard.dump import list_dumps
 
     from .table import dump_table
 
@@ -142,14 +142,17 @@ def run_list(options: argparse.Namespace) -> int:
 def run_show(options: argparse.Namespace) -> int:
     """``ddp-nanguard show DUMP [--json]``."""
     from ddp_nanguard.dump.read import open_dump
+    from ddp_nanguard.dump.records import SCHEMA_VERSION
     from ddp_nanguard.report.text import report_text
 
     dump = open_dump(options.dump, verify=False)
     if options.json:
-        print(json.dumps(dump.report.to_dict(), indent=1))
+        print(json.dumps({"schema_version": SCHEMA_VERSION, **dump.report.to_dict()}, indent=1))
     else:
         # it may have been copied, or lie on several nodes
         report = dataclasses.replace(dump.report, dump_path=" ".join(map(str, dump.paths)))
-        manifest = {**dump.manifest, "ranks_present": dump.ranks, "size_bytes": dump.size_bytes}
+        manifest = dataclasses.replace(
+            dump.manifest, ranks_present=tuple(dump.ranks), size_bytes=dump.size_bytes, report=report
+        )
         print(report_text(report, manifest, color=sys.stdout.isatty() and "NO_COLOR" not in os.environ), end="")
     return 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ddp_nanguard.report.text import human_size
 
 if TYPE_CHECKING:
-    from ddp_nanguard.dump.read import DumpSummary
+    from ddp_nanguard.dump.listing import DumpSummary
 
 HEADER = ("STEP", "WHEN", "DUMP", "RANKS", "SIZE", "STATUS", "ORIGIN")
 RIGHT = {"STEP", "RANKS", "SIZE"}

@@ -76,8 +76,8 @@ def without_replay(dump: Dump, outcome: Result | None, why: str) -> Diagnosis:
 def facts_of(dump: Dump, traced: Traced | None, outcome: Result | None) -> TraceFacts:
     """What the rules look at."""
     dtypes = {
-        name.removeprefix("model."): entry["dtype"]
-        for name, entry in dump.manifest["shapes"].items()
+        name.removeprefix("model."): entry.dtype
+        for name, entry in dump.manifest.shapes.items()
         if name.startswith("model.")
     }
     return TraceFacts(
@@ -89,7 +89,7 @@ def facts_of(dump: Dump, traced: Traced | None, outcome: Result | None) -> Trace
         batch=_batch(dump) if traced is None else None,
         outcome=str(outcome.outcome) if outcome is not None else None,
         differs=tuple(outcome.differs) if outcome is not None else (),
-        was_compiled=bool(dump.manifest["wrapper_description"].get("compiled")),
+        was_compiled=dump.manifest.wrapper_description.compiled,
     )
 
 

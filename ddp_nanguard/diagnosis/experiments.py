@@ -61,7 +61,7 @@ def in_dtype(session: Session, name: str) -> ExperimentResult:
             micro_batch.batch = copy_containers(micro_batch.batch, lambda tensor: _cast(tensor, DTYPES[name]))
         yield
 
-    if wrapper_class(session.dump.manifest["wrapper_description"]).is_sharded:
+    if wrapper_class(session.dump.manifest.wrapper_description.kind).is_sharded:
         return ExperimentResult(f"--dtype {name}", "cannot: sharded parameters keep their dtype", None)
     return _changed(session, f"--dtype {name}", around, "; casts that the step's own code makes are as they were")
 

@@ -12,13 +12,15 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
 from ddp_nanguard.errors import DumpError
 
-from .format import LOCK_FILE, MANIFEST, PARTIAL, WRITER_JSON, DumpName, rank_name, ranks_in, read_json, write_json
+from .format import LOCK_FILE, MANIFEST, PARTIAL, WRITER_JSON, DumpName, rank_name, ranks_in, write_json
+from .rank_records import Writer
+from .records import read_record
+from .typed_json import as_json
 
 _log = logging.getLogger(__name__)
 
@@ -77,16 +79,16 @@ def reserve(root: Path, name: DumpName, nonce: str) -> bool:
     with locked(root):
         if (root / str(DumpName(name.step, name.number))).exists():
             return False
-        return _make(partial, {"nonce": nonce}) or _nonce_of(partial) == nonce
+        return _make(partial, nonce) or _nonce_of(partial) == nonce
 
 
-def _make(path: Path, writer: dict[str, Any]) -> bool:
+def _make(path: Path, nonce: str) -> bool:
     """Makes a directory with its writer file in one atomic step; False if the name is taken."""
     temporary = path.parent / f".new-{uuid.uuid4().hex}"
     temporary.mkdir()
     try:
-        writer = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time(), **writer}
-        write_json(temporary, WRITER_JSON, writer)
+        writer = Writer(socket.gethostname(), os.getpid(), time.time(), nonce)
+        write_json(temporary, WRITER_JSON, as_json(writer))
         temporary.rename(path)
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
@@ -99,8 +101,8 @@ def _make(path: Path, writer: dict[str, Any]) -> bool:
 
 def _nonce_of(path: Path) -> str | None:
     try:
-        return str(read_json(path, WRITER_JSON)["nonce"])
-    except (DumpError, KeyError, TypeError):
+        return read_record(path, WRITER_JSON, Writer).nonce
+    except DumpError:
         return None
 
 
@@ -137,7 +139,7 @@ def open_rank_dir(root: Path, step: int, rank: int, run_id: str) -> Path:
                 with contextlib.suppress(FileExistsError):
                     return _own_directory(path, rank)
         name = DumpName(step, free_number(root, step))
-        while not _make(root / str(name), {"nonce": nonce}):
+        while not _make(root / str(name), nonce):
             name = DumpName(step, name.number + 1)
         return _own_directory(root / str(name), rank)
 

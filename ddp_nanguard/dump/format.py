@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -15,16 +14,17 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
 from ddp_nanguard.errors import DumpError
-from ddp_nanguard.report.types import json_safe
+from ddp_nanguard.report.types import Natural, Rule, json_safe
 from ddp_nanguard.tensors.shards import TensorShard
 
+from .json_files import parse_json, well_formed
 from .progress import OnBytes, ignore_bytes
 from .thread_map import NUM_THREADS
 
@@ -70,7 +70,8 @@ _STORED_AS = {
 """What both safetensors and the reader of torch.distributed.checkpoint take; everything else is stored as integers."""
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?(\.partial)?")
+_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?(\.partial)?", re.ASCII)
+_RANK_NAME = re.compile(r"rank-(\d{5,})", re.ASCII)
 
 
 @dataclass(frozen=True, order=True)
@@ -97,10 +98,20 @@ def rank_name(rank: int) -> str:
     return f"rank-{rank:05d}"
 
 
+def rank_of(name: str) -> int | None:
+    """The inverse of `rank_name`; None for any other name."""
+    match = _RANK_NAME.fullmatch(name)
+    return int(match[1]) if match is not None and rank_name(int(match[1])) == name else None
+
+
 def ranks_in(dump: Path) -> list[int]:
     """Ranks with a directory in ``dump``, sorted."""
-    names = [path.name for path in dump.glob("rank-*") if path.is_dir()]
-    return sorted(int(name.removeprefix("rank-")) for name in names if name.removeprefix("rank-").isdigit())
+    ranks = (rank_of(path.name) for path in dump.glob("rank-*") if path.is_dir())
+    return sorted(rank for rank in ranks if rank is not None)
+
+
+FilePath = Annotated[str, Rule(lambda path: 0 < len(path) <= 4096 and path.isprintable(), "a printable path")]
+Digest = Annotated[str, Rule(lambda text: re.fullmatch(r"[0-9a-f]{32}", text) is not None, "16 bytes in hexadecimal")]
 
 
 @dataclass(frozen=True)
@@ -113,9 +124,9 @@ class FileEntry:
         blake2b: hex digest of its bytes.
     """
 
-    path: str
-    size_bytes: int
-    blake2b: str
+    path: FilePath
+    size_bytes: Natural
+    blake2b: Digest
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready data."""
@@ -190,19 +201,6 @@ def list_file(root: Path, path: str, tell: OnBytes = ignore_bytes) -> FileEntry:
     return FileEntry(path, size_bytes, digest.hexdigest())
 
 
-@contextlib.contextmanager
-def well_formed(path: Path) -> Iterator[None]:
-    """Turns what goes wrong while a file's content is used into a `DumpError` that names the file."""
-    try:
-        yield
-    except DumpError:
-        raise
-    except Exception as error:  # whatever a damaged file brings about
-        line = (str(error).splitlines() or [""])[0]
-        cause = f"{type(error).__name__}: {line}"
-        raise DumpError(f"{path} is damaged ({cause}); copy the dump again from where it was written") from error
-
-
 # JSON and text
 
 
@@ -214,26 +212,6 @@ def write_text(root: Path, path: str, text: str) -> FileEntry:
 def write_json(root: Path, path: str, data: Any) -> FileEntry:
     """Writes strict JSON: non-finite numbers as strings, what JSON does not know as its ``str()``."""
     return write_text(root, path, json.dumps(json_safe(data), indent=1, allow_nan=False, default=str) + "\n")
-
-
-def read_json(root: Path, path: str) -> Any:
-    """Reads a JSON file.
-
-    Raises:
-        DumpError: it is missing or no JSON.
-    """
-    try:
-        return json.loads((root / path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DumpError(
-            f"{root / path} is missing: the dump is incomplete; copy it again from where it was written"
-        ) from None
-    except OSError as error:
-        raise DumpError(f"{root / path} cannot be read: {error.strerror}; check its permissions and the disk") from None
-    except ValueError as error:
-        raise DumpError(
-            f"{root / path} is no valid JSON ({error}); copy the dump again from where it was written"
-        ) from None
 
 
 # npz
@@ -414,7 +392,7 @@ def check_header(path: Path) -> list[str]:
     """
     with open_tensors(path) as file:
         names = list(file.keys())
-        places = json.loads((file.metadata() or {}).get(OFFSETS_KEY, "{}"))
+        places = parse_json((file.metadata() or {}).get(OFFSETS_KEY, "{}"))
         for name in names:
             shape = file.get_slice(name).get_shape()
             if len(places.get(name, {}).get("saved_offsets", ())) != len(shape):

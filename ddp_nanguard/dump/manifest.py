@@ -9,7 +9,7 @@ import platform
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -30,11 +30,13 @@ from .format import (
     list_file,
     rank_name,
     ranks_in,
-    read_json,
     restored,
     write_json,
     write_text,
 )
+from .json_files import MAX_CONTENT_BYTES, well_formed
+from .rank_records import InlineTensor, PlainState, RankFileList, UnpackedState
+from .records import Manifest, Run, Settings, Weights, read_record, read_versioned, record_of
 from .request import DumpRequest
 
 
@@ -66,45 +68,48 @@ def write_shared_files(request: DumpRequest, dump: Path, final: Path, outcome: O
     notes = request.report.notes + tuple(f"replicas disagree: {line}" for line in outcome.replicas_disagree)
     report = dataclasses.replace(request.report, dump_path=str(final), notes=notes)
     files = [] if outcome.alone else _rank_entries(dump)
-    files.append(write_json(dump, STATE_JSON, _plain_state(request.plain_state)))
-    manifest = {**report.to_dict(), **_description(request, dump, outcome)}
-    manifest["size_bytes"] = sum(entry.size_bytes for entry in files)
+    files.append(write_json(dump, STATE_JSON, _plain_state(request.plain_state).to_dict()))
+    manifest = dataclasses.replace(
+        manifest_of(request),
+        report=report,
+        ranks_present=tuple(ranks_in(dump)),
+        alone=outcome.alone,
+        weights=Weights(outcome.weights_problem is None, outcome.weights_problem),
+        problems=tuple(outcome.problems),
+        replicas_disagree=tuple(outcome.replicas_disagree),
+        size_bytes=sum(entry.size_bytes for entry in files),
+    )
     files.append(write_text(dump, REPORT, report_text(report, manifest)))
-    manifest["files"] = [entry.to_dict() for entry in files]
-    write_json(dump, f".{MANIFEST}", manifest)
+    write_json(dump, f".{MANIFEST}", dataclasses.replace(manifest, files=tuple(files)).to_dict())
     (dump / f".{MANIFEST}").rename(dump / MANIFEST)
 
 
 def _rank_entries(dump: Path) -> list[FileEntry]:
-    entries = []
+    entries: list[FileEntry] = []
     for rank in ranks_in(dump):
         path = f"{rank_name(rank)}/{FILES_JSON}"
         try:
-            entries += [FileEntry(**entry) for entry in read_json(dump, path)["files"]]
+            entries += read_versioned(dump, path, RankFileList, MAX_CONTENT_BYTES).files
             entries.append(list_file(dump, path))
         except (DumpError, OSError):
             continue  # the reader says which rank has no list
     return entries
 
 
-def _description(request: DumpRequest, dump: Path, outcome: Outcome) -> dict[str, Any]:
-    return {
-        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "run": {"id": request.run_id, **request.run},
-        "mesh": request.mesh,
-        "wrapper_description": request.wrapper,
-        "options": request.config.to_dict(),
-        "recipe": request.recipe,
-        "versions": versions(),
-        "settings": settings(),
-        "aliases": request.aliases,
-        "shapes": request.shapes,
-        "ranks_present": ranks_in(dump),
-        "alone": outcome.alone,
-        "weights": {"complete": outcome.weights_problem is None, "problem": outcome.weights_problem},
-        "problems": outcome.problems,
-        "replicas_disagree": outcome.replicas_disagree,
-    }
+def manifest_of(request: DumpRequest) -> Manifest:
+    """What a rank can say before anything is written."""
+    return Manifest(
+        report=request.report,
+        created=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        run=Run(request.run_id, tuple(request.argv), request.recipe_directory),
+        wrapper_description=request.wrapper,
+        options=request.config,
+        recipe=request.recipe,
+        versions=versions(),
+        settings=settings(),
+        aliases=request.aliases,
+        shapes=request.shapes,
+    )
 
 
 def versions() -> dict[str, str]:
@@ -118,40 +123,52 @@ def versions() -> dict[str, str]:
     return {**found, "cuda": str(torch.version.cuda), "byteorder": sys.byteorder}
 
 
-def settings() -> dict[str, Any]:
-    """Settings of torch that decide bits."""
-    return {
-        "num_threads": torch.get_num_threads(),
-        "num_interop_threads": torch.get_num_interop_threads(),
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-        "deterministic_warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
-        "cudnn_deterministic": torch.backends.cudnn.deterministic,
-        "cudnn_benchmark": torch.backends.cudnn.benchmark,
-        "default_dtype": dtype_name(torch.get_default_dtype()),
-    }
+def settings() -> Settings:
+    """Those of this process."""
+    return Settings(
+        num_threads=torch.get_num_threads(),
+        num_interop_threads=torch.get_num_interop_threads(),
+        float32_matmul_precision=_matmul_precision(),
+        deterministic_algorithms=torch.are_deterministic_algorithms_enabled(),
+        deterministic_warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+        cudnn_deterministic=torch.backends.cudnn.deterministic,
+        cudnn_benchmark=torch.backends.cudnn.benchmark,
+        default_dtype=dtype_name(torch.get_default_dtype()),
+    )
 
 
-def _plain_state(value: Any) -> dict[str, Any]:
+def _matmul_precision() -> Literal["highest", "high", "medium"]:
+    return cast(Literal["highest", "high", "medium"], torch.get_float32_matmul_precision())
+
+
+# -- state.json ------------------------------------------------------------------------------------------------------
+
+
+def _plain_state(value: Any) -> PlainState:
     """Tensors in it are few and small, so they go into the JSON as bytes."""
     packed = pack(value)
-    return {
-        "structure": packed.structure,
-        "tensors": {name: _inline(tensor) for name, tensor in packed.tensors.items()},
-        "notes": packed.notes,
-    }
+    tensors = {name: _inline(tensor) for name, tensor in packed.tensors.items()}
+    return PlainState(packed.structure, tensors, tuple(packed.notes))
 
 
-def _inline(tensor: torch.Tensor) -> dict[str, Any]:
+def _inline(tensor: torch.Tensor) -> InlineTensor:
     data = b"".join(host_blocks(tensor))
-    return {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "base64": base64.b64encode(data).decode()}
+    return InlineTensor(dtype_name(tensor.dtype), tuple(tensor.shape), base64.b64encode(data).decode())
 
 
-def read_plain_state(data: dict[str, Any]) -> Any:
-    """The inverse of what goes into ``state.json``."""
-    return unpack(data["structure"], {name: _outline(node) for name, node in data["tensors"].items()})
+def read_plain_state(dump: Path) -> dict[str, Any]:
+    """What ``state.json`` holds, see `UnpackedState`.
+
+    Raises:
+        DumpError: it is missing or damaged.
+    """
+    stored = read_record(dump, STATE_JSON, PlainState, MAX_CONTENT_BYTES)
+    with well_formed(dump / STATE_JSON):
+        state: dict[str, Any] = unpack(stored.structure, {n: _outline(each) for n, each in stored.tensors.items()})
+    record_of(dump / STATE_JSON, state, UnpackedState)
+    return state
 
 
-def _outline(node: dict[str, Any]) -> torch.Tensor:
-    data = torch.tensor(list(base64.b64decode(node["base64"])), dtype=torch.uint8)
-    return restored(data, dtype_of(node["dtype"])).reshape(node["shape"])
+def _outline(stored: InlineTensor) -> torch.Tensor:
+    data = torch.tensor(list(base64.b64decode(stored.base64)), dtype=torch.uint8)
+    return restored(data, dtype_of(stored.dtype)).reshape(stored.shape)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import socket
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +13,6 @@ import torch
 from ddp_nanguard.capture.rng import RandomState
 from ddp_nanguard.capture.window import MicroBatch
 from ddp_nanguard.errors import DumpError
-from ddp_nanguard.report.types import SCHEMA_VERSION
 from ddp_nanguard.tensors.shards import TensorShard
 
 from .batch_codec import Packed, pack
@@ -32,8 +30,9 @@ from .format import (
     write_json,
     write_tensors,
 )
-from .manifest import settings
+from .json_files import MAX_CONTENT_BYTES
 from .progress import OnBytes, ignore_bytes
+from .rank_records import RankEvidence, RankFileList, StoredTensor
 from .request import DumpRequest
 from .state import chunks_of
 
@@ -127,21 +126,20 @@ class RankFiles:
             own: names of the pieces that this rank keeps itself; None: all.
         """
         request, packed = self._request, self._packed
-        self._write(directory, EVIDENCE, lambda: write_json(directory, EVIDENCE, self._evidence()))
+        self._write(directory, EVIDENCE, lambda: write_json(directory, EVIDENCE, self._evidence().to_dict()))
         self._write(directory, HISTORY, lambda: write_arrays(directory, HISTORY, request.history))
         if packed is not None:
             self._write_window(directory, packed)
         self.write_own(directory, [shard for shard in request.state if own is None or shard.name in own])
 
-    def _evidence(self) -> dict[str, Any]:
-        notes = [*self._request.evidence.get("notes", ()), *(self._packed.notes if self._packed else ())]
-        first = {"rank": self._request.rank, "host": socket.gethostname(), "settings": settings()}
-        return {**first, **self._request.evidence, "notes": notes}
+    def _evidence(self) -> RankEvidence:
+        evidence = self._request.evidence
+        return dataclasses.replace(evidence, notes=(*evidence.notes, *(self._packed.notes if self._packed else ())))
 
     def _write_window(self, directory: Path, packed: Packed) -> None:
         tensors, structure = f"{WINDOW}.safetensors", f"{WINDOW}.json"
         if self._write(directory, tensors, lambda: write_tensors(directory, tensors, packed.tensors, tell=self.tell)):
-            self._write(directory, structure, lambda: write_json(directory, structure, packed.structure))
+            self._write(directory, structure, lambda: _write_structure(directory, structure, packed.structure))
 
     def write_own(self, directory: Path, shards: Iterable[TensorShard]) -> None:
         """Writes ``own.safetensors``. Further chunks of one tensor are named ``name#1``, ``name#2``, ..."""
@@ -166,17 +164,16 @@ class RankFiles:
     def write_list(self, directory: Path) -> None:
         """Writes ``files.json``, the last of the rank's files."""
         request = self._request
-        listing = {
-            "schema_version": SCHEMA_VERSION,
-            "rank": request.rank,
-            "run_id": request.run_id,
-            "shard_index": request.shard_index,
-            "replica_index": request.replica_index,
-            "problems": self._problems.details,
-            "files": [entry.to_dict() for entry in self.entries.values()],
-            "tensors": {shard.name: _tensor_entry(shard) for shard in request.state},
-        }
-        self._problems.guard(f"{FILES_JSON} not written", lambda: write_json(directory, FILES_JSON, listing))
+        listing = RankFileList(
+            rank=request.rank,
+            run_id=request.run_id,
+            shard_index=request.shard_index,
+            replica_index=request.replica_index,
+            problems=tuple(self._problems.details),
+            files=tuple(self.entries.values()),
+            tensors={shard.name: _stored_tensor(shard) for shard in request.state},
+        )
+        self._problems.guard(f"{FILES_JSON} not written", lambda: write_json(directory, FILES_JSON, listing.to_dict()))
         sync_directory(directory)
 
 
@@ -185,12 +182,19 @@ def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
 
-def _tensor_entry(shard: TensorShard) -> dict[str, Any]:
-    return {
-        "dtype": dtype_name(shard.tensor.dtype),
-        "true_shape": list(shard.true_shape),
-        "stored_shape": list(shard.stored_shape),
-    }
+def _stored_tensor(shard: TensorShard) -> StoredTensor:
+    return StoredTensor(dtype_name(shard.tensor.dtype), tuple(shard.true_shape), tuple(shard.stored_shape))
+
+
+def _write_structure(directory: Path, name: str, structure: Any) -> FileEntry:
+    entry = write_json(directory, name, structure)
+    if entry.size_bytes <= MAX_CONTENT_BYTES:
+        return entry
+    (directory / name).unlink()
+    raise DumpError(
+        f"a batch has {entry.size_bytes} bytes beside its tensors, at most {MAX_CONTENT_BYTES} can be read again; "
+        "hold long texts as uint8 tensors"
+    )
 
 
 def _window_of(request: DumpRequest) -> dict[str, Any]:

@@ -14,6 +14,14 @@ from ddp_nanguard.config import GuardConfig
 from ddp_nanguard.report.types import FaultReport
 from ddp_nanguard.tensors.shards import TensorShard
 
+from .rank_records import RankEvidence
+from .records import TensorShape, WrapperDescription
+
+
+def no_plain_state() -> dict[str, Any]:
+    """Of a step without optimizer, scaler and registered objects."""
+    return {"optimizers": [], "scaler": None, "registered": {}}
+
 
 @dataclass
 class DumpRequest:
@@ -24,22 +32,23 @@ class DumpRequest:
         rank, world_size: global.
         group: a gloo group of all ranks; None where no peer can be reached, or for a world of one.
         config: for ``dump_dir`` and ``dump_keep``.
+        evidence: what this rank saw and had.
         wrapper: what `Wrapper.describe` says.
         state: weights (``model.<fqn>``) and optimizer tensors (``optim.<i>.<fqn>.<key>``).
-        shapes: true shape and dtype of all tensors, also those of which this rank holds nothing.
+        shapes: of all tensors, also those of which this rank holds nothing.
         aliases: further name -> name in ``state`` of tied tensors.
-        plain_state: everything of the optimizer, scheduler and scaler that is no tensor; any value that `pack` takes.
+        plain_state: everything of ``optimizers``, ``scaler`` and ``registered`` objects that is no tensor; see
+            `UnpackedState`. Any values that `pack` takes.
         special: non-dense tensors of this rank.
         shard_index, num_shards, replica_index: ranks with equal shard_index should hold the same bytes.
-        evidence: this rank's sites, host, device, dtypes; JSON.
         window: the micro-batches of the step.
         buffers: from before the step.
         history: last steps' minima and maxima per slot, loss, gradient norm.
         recipe: ``module:function``.
         damaged: names in ``state`` that are non-finite; of replicated ones each rank keeps its own copy.
         run_id: the same on all ranks of a run and in no other run; by it ranks that cannot talk find their directory.
-        run: more about the run for the manifest (command line, start time); JSON.
-        mesh: device mesh for the manifest; JSON.
+        argv: command line of the run.
+        recipe_directory: where the module of the recipe lies; None without a recipe.
     """
 
     report: FaultReport
@@ -47,24 +56,24 @@ class DumpRequest:
     world_size: int
     group: dist.ProcessGroup | None
     config: GuardConfig
-    wrapper: dict[str, Any] = field(default_factory=dict)
+    evidence: RankEvidence
+    wrapper: WrapperDescription
     state: list[TensorShard] = field(default_factory=list)
-    shapes: dict[str, Any] = field(default_factory=dict)
+    shapes: dict[str, TensorShape] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
-    plain_state: dict[str, Any] = field(default_factory=dict)
+    plain_state: dict[str, Any] = field(default_factory=no_plain_state)
     special: dict[str, torch.Tensor] = field(default_factory=dict)
     shard_index: int = 0
     num_shards: int = 1
     replica_index: int = 0
-    evidence: dict[str, Any] = field(default_factory=dict)
     window: list[MicroBatch] = field(default_factory=list)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     history: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict)
     recipe: str | None = None
     damaged: set[str] = field(default_factory=set)
     run_id: str = ""
-    run: dict[str, Any] = field(default_factory=dict)
-    mesh: dict[str, Any] | None = None
+    argv: tuple[str, ...] = ()
+    recipe_directory: str | None = None
 
 
 @dataclass

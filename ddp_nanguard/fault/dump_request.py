@@ -19,13 +19,16 @@ from ddp_nanguard.blame.report import not_checked
 from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.capture.window import MicroBatch
 from ddp_nanguard.context import GuardContext
+from ddp_nanguard.dump.manifest import settings
+from ddp_nanguard.dump.rank_records import CompiledLayers, Device, InjectedFault, RankEvidence
+from ddp_nanguard.dump.records import TensorShape, WrapperDescription
 from ddp_nanguard.dump.request import DumpRequest
 from ddp_nanguard.inject.injection import fired_injections
 from ddp_nanguard.probes.gradient import GradientSource
 from ddp_nanguard.probes.slot_keys import keyed_slots
 from ddp_nanguard.probes.slots import SlotRole, SlotStats
 from ddp_nanguard.probes.sources import LossSource
-from ddp_nanguard.report.types import MAX_SITES, FaultReport, json_safe
+from ddp_nanguard.report.types import MAX_SITES, FaultReport, Phase
 from ddp_nanguard.tensors.containers import named_tensors_in, path_text
 from ddp_nanguard.tensors.shards import TensorShard
 from ddp_nanguard.wrappers.weights import add_tensor, weights
@@ -53,7 +56,7 @@ def dump_request(context: GuardContext, record: StepRecord, findings: RankFindin
         world_size=context.ranks.world_size,
         group=None if context.ranks.peers_lost else context.ranks.fault_group,
         config=context.config,
-        wrapper=context.wrapper.describe(),
+        wrapper=WrapperDescription.from_dict(context.wrapper.describe()),
         state=state,
         shapes=_shapes(context, state),
         aliases=_aliases(context),
@@ -69,7 +72,8 @@ def dump_request(context: GuardContext, record: StepRecord, findings: RankFindin
         recipe=context.recipe,
         damaged={f"model.{name}" for name in findings.nonfinite_state.lasting()},
         run_id=run_id(),
-        run={"argv": sys.argv, "run_id": run_id(), "recipe_directory": context.recipe_directory},
+        argv=tuple(sys.argv),
+        recipe_directory=context.recipe_directory,
     )
 
 
@@ -118,10 +122,10 @@ def _add_state(
     add_tensor(shards, special, f"{prefix}{name}{suffix}", value, cut)
 
 
-def _shapes(context: GuardContext, state: list[TensorShard]) -> dict[str, Any]:
-    shapes = {shard.name: {"shape": list(shard.true_shape), "dtype": _dtype(shard.tensor.dtype)} for shard in state}
+def _shapes(context: GuardContext, state: list[TensorShard]) -> dict[str, TensorShape]:
+    shapes = {shard.name: TensorShape(tuple(shard.true_shape), _dtype(shard.tensor.dtype)) for shard in state}
     for name, (shape, dtype) in context.wrapper.all_shapes().items():
-        shapes[f"model.{name}"] = {"shape": list(shape), "dtype": _dtype(dtype)}
+        shapes[f"model.{name}"] = TensorShape(tuple(shape), _dtype(dtype))
     return shapes
 
 
@@ -167,27 +171,29 @@ def _plain_optimizer(context: GuardContext, optimizer: torch.optim.Optimizer) ->
     }
 
 
-def _evidence(context: GuardContext, record: StepRecord, findings: RankFindings, report: FaultReport) -> dict[str, Any]:
-    device = context.ranks.device
-    return {
-        "rank": context.ranks.rank,
-        "step": report.step,
-        "sites": [ranked.site.to_dict() for ranked in findings.sites[:MAX_SITES]],
-        "budget_level": context.budget.level_index,
-        "compiled": context.forward.compiled_layers(),
-        "known_nonfinite": sorted(list(habit) for habit in findings.known_nonfinite),
-        "reduced_micro_batches": sorted(record.window.reduced_micro_batches),
-        "hyper_parameters": {name: json_safe(float(value)) for name, value in record.hyper_parameters},
-        "eval_modules": [name for name, module in context.wrapper.named_modules() if not module.training],
-        "frozen_parameters": [name for name, p in context.wrapper.named_parameters() if not p.requires_grad],
-        "damaged": findings.nonfinite_state.names(),
-        "unchecked": not_checked(context, record, findings),
-        "injected": fired_injections(context.wrapper.root),
-        "host": socket.gethostname(),
-        "device": device_text(device),
-        "dtypes": dtypes_of(context),
-        "scaler": json_safe(record.scaler_state()),
-    }
+def _evidence(context: GuardContext, record: StepRecord, findings: RankFindings, report: FaultReport) -> RankEvidence:
+    return RankEvidence(
+        rank=context.ranks.rank,
+        step=report.step,
+        settings=settings(),
+        host=socket.gethostname(),
+        device=device_of(context.ranks.device),
+        sites=tuple(ranked.site for ranked in findings.sites[:MAX_SITES]),
+        budget_level=context.budget.level_index,
+        compiled_layers=CompiledLayers(**{name: tuple(of) for name, of in context.forward.compiled_layers().items()}),
+        known_nonfinite=tuple(sorted(findings.known_nonfinite)),
+        reduced_micro_batches=tuple(sorted(record.window.reduced_micro_batches)),
+        hyper_parameters={name: float(value) for name, value in record.hyper_parameters},
+        eval_modules=tuple(name for name, module in context.wrapper.named_modules() if not module.training),
+        frozen_parameters=tuple(name for name, p in context.wrapper.named_parameters() if not p.requires_grad),
+        nonfinite_state=tuple(findings.nonfinite_state.names()),
+        unchecked=tuple(not_checked(context, record, findings)),
+        injected=tuple(
+            InjectedFault(**{**spec, "phase": Phase(spec["phase"])}) for spec in fired_injections(context.wrapper.root)
+        ),
+        dtypes=dtypes_of(context),
+        scaler=record.scaler_state(),
+    )
 
 
 def dtypes_of(context: GuardContext) -> dict[str, str]:
@@ -195,12 +201,12 @@ def dtypes_of(context: GuardContext) -> dict[str, str]:
     return {name: _dtype(parameter.dtype) for name, parameter in context.wrapper.named_parameters()}
 
 
-def device_text(device: torch.device) -> dict[str, Any]:
+def device_of(device: torch.device) -> Device:
     """Type, and of a GPU its index, name and uuid."""
     if device.type != "cuda":
-        return {"type": device.type}
+        return Device(device.type)
     properties = torch.cuda.get_device_properties(device)
-    return {"type": "cuda", "index": device.index, "name": properties.name, "uuid": str(properties.uuid)}
+    return Device("cuda", device.index, properties.name, str(properties.uuid))
 
 
 def history_of(context: GuardContext, readings_now: list[SlotStats]) -> dict[str, np.ndarray[Any, Any]]:

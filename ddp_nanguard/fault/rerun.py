@@ -68,7 +68,8 @@ def rerun_in_place(context: GuardContext, request: DumpRequest, window: list[Mic
     finally:
         context.ranks.bound_waiting()
     _log.warning("step %d once more in place: %s", request.report.step, second.text)
-    evidence = {**request.evidence, "rerun": {"outcome": own.outcome, "reason": own.text, **own.evidence}}
+    said = {"outcome": own.outcome, "reason": own.text, **own.evidence}
+    evidence = replace(request.evidence, rerun=said)
     group = None if context.ranks.peers_lost else request.group
     return replace(request, report=_with(request.report, second), evidence=evidence, group=group)
 
@@ -144,10 +145,10 @@ def _own(context: GuardContext, live: InPlaceReplay) -> _Own:
 
 
 def _finite_text(context: GuardContext, result: Result) -> str:
-    from .dump_request import device_text
+    from .dump_request import device_of
 
-    device = device_text(context.device)
-    suspect = ", ".join(str(device[key]) for key in ("name", "uuid", "type") if key in device)
+    device = device_of(context.device)
+    suspect = ", ".join(part for part in (device.name, device.uuid, device.type) if part is not None)
     upto = f"identical up to {result.last_same}" if result.last_same else "different from the start"
     return f"suspect device ({socket.gethostname()}, {suspect}) or nondeterminism; {upto}"
 

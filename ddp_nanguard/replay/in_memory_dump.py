@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_nanguard.context import GuardContext
-from ddp_nanguard.dump.manifest import settings, versions
+from ddp_nanguard.dump.format import dtype_of
+from ddp_nanguard.dump.manifest import manifest_of
+from ddp_nanguard.dump.rank_records import RankEvidence
 from ddp_nanguard.dump.read import Dump
+from ddp_nanguard.dump.records import Manifest
 from ddp_nanguard.dump.request import DumpRequest
 from ddp_nanguard.errors import DumpError
 from ddp_nanguard.tensors.shards import TensorShard
@@ -42,10 +46,10 @@ class InMemoryDump(Dump):
 
     def _empty(self) -> dict[str, Tensor]:
         """Made before ranks wait for each other: a rank without the memory must not leave the others waiting."""
-        shapes = {name: entry for name, entry in self.manifest["shapes"].items() if name not in self._special}
+        shapes = {name: entry for name, entry in self.manifest.shapes.items() if name not in self._special}
         return {
-            name: torch.zeros(tuple(entry["shape"]), dtype=getattr(torch, entry["dtype"]), device="cpu")
-            for name, entry in sorted(shapes.items())
+            name: torch.zeros(shapes[name].shape, dtype=dtype_of(shapes[name].dtype), device="cpu")
+            for name in sorted(shapes)
         }
 
     def gather(self, group: dist.ProcessGroup | None) -> None:
@@ -69,7 +73,7 @@ class InMemoryDump(Dump):
         """The host copy is no longer needed."""
         self._whole = {}
 
-    def evidence(self, rank: int) -> dict[str, Any]:
+    def evidence(self, rank: int) -> RankEvidence:
         """See `Dump.evidence`."""
         return self._request.evidence
 
@@ -102,13 +106,8 @@ class InMemoryDump(Dump):
         return shard.tensor.reshape(shard.true_shape)
 
 
-def _manifest(request: DumpRequest) -> dict[str, Any]:
-    """The keys that a replay reads. The optimizer's state does not matter: no update is run."""
-    return {
-        "options": {**request.config.to_dict(), "dump_weights": True, "dump_optimizer": False},
-        "shapes": {name: entry for name, entry in request.shapes.items() if name.startswith("model.")},
-        "wrapper_description": request.wrapper,
-        "aliases": request.aliases,
-        "versions": versions(),
-        "settings": settings(),
-    }
+def _manifest(request: DumpRequest) -> Manifest:
+    """The optimizer's state does not matter: no update is run."""
+    options = replace(request.config, dump_weights=True, dump_optimizer=False)
+    shapes = {name: entry for name, entry in request.shapes.items() if name.startswith("model.")}
+    return replace(manifest_of(request), options=options, shapes=shapes)

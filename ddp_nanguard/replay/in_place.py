@@ -119,7 +119,7 @@ def _require_no_peers(held: InMemoryDump, recipe: Recipe) -> None:
     needed = what_needs_peers(held, recipe)
     if needed is not None:
         raise DumpError(needed)
-    if is_compiled(recipe.model) or held.manifest["wrapper_description"]["compiled"]:
+    if is_compiled(recipe.model) or held.manifest.wrapper_description.compiled:
         raise DumpError("the model is compiled, and compiling another one may take longer than peers wait")
 
 

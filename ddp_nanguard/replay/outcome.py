@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ddp_nanguard.capture.window import MicroBatch
 from ddp_nanguard.dump.manifest import settings, versions
+from ddp_nanguard.dump.rank_records import Device
 from ddp_nanguard.dump.read import Dump
 from ddp_nanguard.report.messages import what
 from ddp_nanguard.report.slot_key import SlotKey
@@ -92,7 +93,7 @@ def why_not_replayable(dump: Dump, alone: bool) -> str | None:
     origin = dump.report.origin
     if origin is None:
         return "the fault has no origin that a step could reproduce"
-    if dump.manifest["options"].get("redact"):
+    if dump.manifest.options.redact:
         return "the batches were kept out of the dump: train with redact=False to replay"
     if origin.phase is Phase.STATE and not _is_rebuilt(dump, origin.slot):
         return f"{origin.slot} belongs to a registered module or to no parameter of the model, which no replay rebuilds"
@@ -109,9 +110,9 @@ def why_not_replayable(dump: Dump, alone: bool) -> str | None:
 
 def _is_rebuilt(dump: Dump, name: str) -> bool:
     """Whether a piece of state is a parameter, a buffer or optimizer state that a replay puts together again."""
-    known = {full.partition(".")[2] for full in (*dump.names(), *dump.manifest["shapes"]) if full.startswith("model.")}
+    known = {full.partition(".")[2] for full in (*dump.names(), *dump.manifest.shapes) if full.startswith("model.")}
     known |= {full.split(".", 2)[2] for full in dump.names() if full.startswith("optim.")}
-    known |= set(dump.manifest["aliases"]) | set(dump.buffers(dump.ranks[0]))
+    known |= set(dump.manifest.aliases) | set(dump.buffers(dump.ranks[0]))
     return name in known
 
 
@@ -132,7 +133,7 @@ def compare(
     _compare_slots(dump, rank, again, alone, result)
     _compare_losses(recorded, again, result)
     result.differs = differences(dump, rank)
-    if dump.manifest["wrapper_description"].get("compiled") and not compiled:
+    if dump.manifest.wrapper_description.compiled and not compiled:
         result.differs.append(EAGER_NOW)
     if alone and now is None and _came_by_reduce(dump, rank, then):
         then = None
@@ -147,13 +148,13 @@ def _came_by_reduce(dump: Dump, rank: int, site: Site | None) -> bool:
         read_late
         and site is not None
         and site.input_kind == "unchecked"
-        and bool(dump.evidence(rank)["reduced_micro_batches"])
+        and bool(dump.evidence(rank).reduced_micro_batches)
     )
 
 
 def first_own_site(dump: Dump, rank: int, alone: bool) -> Site | None:
     """The rank's own first site, as it was recorded."""
-    sites = [Site.from_dict(data) for data in dump.evidence(rank)["sites"]]
+    sites = dump.evidence(rank).sites
     return next((site for site in sites if not (alone and site.phase is Phase.REDUCE)), None)
 
 
@@ -311,15 +312,15 @@ def differences(dump: Dump, rank: int) -> list[str]:
     found = [
         f"{name} {then} then, {now} now"
         for name, now in versions().items()
-        if name in ("torch", "cuda", "platform") and (then := dump.manifest["versions"].get(name)) != now
+        if name in ("torch", "cuda", "platform") and (then := dump.manifest.versions.get(name)) != now
     ]
     found += [
         f"{name} {then} then, {now} now"
-        for name, now in settings().items()
-        if name not in ("num_interop_threads",) and (then := dump.manifest["settings"].get(name)) != now
+        for name, now in vars(settings()).items()
+        if name not in ("num_interop_threads",) and (then := getattr(dump.manifest.settings, name)) != now
     ]
-    device = dump.evidence(rank)["device"]
-    here = {"type": "cuda", "name": torch.cuda.get_device_name()} if torch.cuda.is_available() else {"type": "cpu"}
-    if device["type"] != here["type"] or device.get("name") != here.get("name"):
-        found.append(f"device {device.get('name', device['type'])} then, {here.get('name', here['type'])} now")
+    device = dump.evidence(rank).device
+    here = Device("cuda", name=torch.cuda.get_device_name()) if torch.cuda.is_available() else Device("cpu")
+    if (device.type, device.name) != (here.type, here.name):
+        found.append(f"device {device.name or device.type} then, {here.name or here.type} now")
     return found

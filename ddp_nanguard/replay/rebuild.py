@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
+from ddp_nanguard.dump.format import STATE_JSON
 from ddp_nanguard.dump.read import Dump
 from ddp_nanguard.errors import DumpError
 from ddp_nanguard.tensors.shards import TensorShard
@@ -36,14 +38,12 @@ class Rebuilt:
 
 def apply_settings(dump: Dump) -> None:
     """Thread count, matmul precision and deterministic flags as recorded: they decide bits."""
-    settings = dump.manifest["settings"]
-    torch.set_num_threads(settings["num_threads"])
-    torch.set_float32_matmul_precision(settings["float32_matmul_precision"])
-    torch.use_deterministic_algorithms(
-        settings["deterministic_algorithms"], warn_only=settings["deterministic_warn_only"]
-    )
-    torch.backends.cudnn.deterministic = settings["cudnn_deterministic"]
-    torch.backends.cudnn.benchmark = settings["cudnn_benchmark"]
+    settings = dump.manifest.settings
+    torch.set_num_threads(settings.num_threads)
+    torch.set_float32_matmul_precision(settings.float32_matmul_precision)
+    torch.use_deterministic_algorithms(settings.deterministic_algorithms, warn_only=settings.deterministic_warn_only)
+    torch.backends.cudnn.deterministic = settings.cudnn_deterministic
+    torch.backends.cudnn.benchmark = settings.cudnn_benchmark
 
 
 def rebuild(
@@ -86,8 +86,8 @@ def require_matching_parameters(dump: Dump, model: nn.Module) -> None:
         DumpError: names the first parameter that does not match.
     """
     recorded = {
-        name.removeprefix("model."): tuple(entry["shape"])
-        for name, entry in dump.manifest["shapes"].items()
+        name.removeprefix("model."): tuple(entry.shape)
+        for name, entry in dump.manifest.shapes.items()
         if name.startswith("model.")
     }
     built = {name: tuple(parameter.shape) for name, parameter in wrapper_of(model).named_parameters()}
@@ -109,17 +109,24 @@ def require_matching_parameters(dump: Dump, model: nn.Module) -> None:
 def _wrapped(
     dump: Dump, recipe: Recipe, device: torch.device, alone: bool, group: dist.ProcessGroup | None
 ) -> nn.Module:
-    description = dump.manifest["wrapper_description"]
+    description = dump.manifest.wrapper_description
     model = recipe.model.to(device)
-    if alone and not wrapper_class(description).is_sharded:
+    if alone and not wrapper_class(description.kind).is_sharded:
         return model
     if recipe.wrap is not None and not alone:
         return recipe.wrap(model)
-    return wrap_like(model, description, group=group)
+    try:
+        return wrap_like(model, description.details, group=group)
+    except (KeyError, TypeError, AttributeError) as error:
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise DumpError(
+            f"{dump.path}: the recipe's model cannot be wrapped as wrapper_description says ({what}); "
+            "give the recipe of that run, or Recipe(wrap=...)"
+        ) from error
 
 
 def _fill_weights(dump: Dump, rank: int, wrapper: Wrapper) -> None:
-    if not dump.manifest["options"]["dump_weights"]:
+    if not dump.manifest.options.dump_weights:
         raise DumpError(f"{dump.path} was written with dump_weights=False: it holds no weights to replay with")
     for name, parameter in wrapper.named_parameters():
         _fill(dump, rank, wrapper.shards("model.", name, parameter, parameter))
@@ -150,7 +157,7 @@ def _fill_buffers(dump: Dump, rank: int, wrapper: Wrapper) -> None:
 
 def _set_modes(dump: Dump, rank: int, wrapper: Wrapper) -> None:
     evidence = dump.evidence(rank)
-    in_eval, frozen = set(evidence["eval_modules"]), set(evidence["frozen_parameters"])
+    in_eval, frozen = set(evidence.eval_modules), set(evidence.frozen_parameters)
     for name, module in wrapper.named_modules():
         module.training = name not in in_eval
     for name, parameter in wrapper.named_parameters():
@@ -170,14 +177,29 @@ def _optimizer(
 ) -> torch.optim.Optimizer:
     parameters = dict(wrapper.named_parameters())
     names = [[name for name in group["params"] if name in parameters] for group in plain["groups"]]
-    held = [parameters[name] for group in names for name in group]
+    held = list(dict.fromkeys(parameters[name] for group in names for name in group))
     make = recipe.optimizer if recipe.optimizer is not None and index == 0 else _stand_in
     optimizer = make(held or list(parameters.values()))
-    _regroup(optimizer, plain, names, parameters)
-    _set_own_numbers(dump, rank, index, optimizer)
-    if dump.manifest["options"]["dump_optimizer"]:
-        _fill_state(dump, rank, wrapper, index, optimizer, plain)
+    with _as_recorded(dump, f"optimizers[{index}]"):
+        _regroup(optimizer, plain, names, parameters)
+        _set_own_numbers(dump, rank, index, optimizer)
+        if dump.manifest.options.dump_optimizer:
+            _fill_state(dump, rank, wrapper, index, optimizer, plain)
     return optimizer
+
+
+@contextlib.contextmanager
+def _as_recorded(dump: Dump, what: str) -> Iterator[None]:
+    """Numbers of optimizers and scalers are their own, and only they can say that one does not fit."""
+    try:
+        yield
+    except DumpError:
+        raise
+    except Exception as error:
+        line = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        raise DumpError(
+            f"{dump.path / STATE_JSON}: {what} cannot be put together again ({line}); give the recipe of that run"
+        ) from error
 
 
 def _stand_in(parameters: Any) -> torch.optim.Optimizer:
@@ -202,14 +224,14 @@ def _regroup(
 def _set_own_numbers(dump: Dump, rank: int, index: int, optimizer: torch.optim.Optimizer) -> None:
     """``state.json`` is of one rank; numbers that this rank had differently are laid over."""
     prefix = "" if index == 0 else f"optimizer{index}."
-    own: dict[str, Any] = dump.evidence(rank)["hyper_parameters"]
+    own = dump.evidence(rank).hyper_parameters
     for group_index, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             name = f"{prefix}g{group_index}.{key}"
             if isinstance(value, float) and name in own:
-                group[key] = float(own[name])
+                group[key] = own[name]
             elif isinstance(value, Tensor) and name in own:
-                group[key] = torch.full_like(value, float(own[name]))
+                group[key] = torch.full_like(value, own[name])
 
 
 def _fill_state(
@@ -272,6 +294,11 @@ def _scaler(dump: Dump, wrapper: Wrapper, device: torch.device) -> GradScaler | 
     state = dump.plain_state()["scaler"]
     if not state:
         return None
+    with _as_recorded(dump, "scaler"):
+        return _scaler_like(state, wrapper, device)
+
+
+def _scaler_like(state: dict[str, Any], wrapper: Wrapper, device: torch.device) -> GradScaler:
     scaler = wrapper.scaler_class()(device=device.type, init_scale=state["scale"])
     scaler.load_state_dict(copy.deepcopy(state))
     return scaler

@@ -17,7 +17,9 @@ from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.capture.window import MicroBatch
 from ddp_nanguard.config import environment_ignored
 from ddp_nanguard.context import GuardContext
+from ddp_nanguard.errors import DumpError
 from ddp_nanguard.hooks.loop import Steps, named_losses
+from ddp_nanguard.inject.injection import Injection
 from ddp_nanguard.inject.injector import follow_counter, reinject
 from ddp_nanguard.inject.step_counter import unregister_counter
 from ddp_nanguard.probes.severity import Severity
@@ -111,8 +113,9 @@ def _monitored(rebuilt: Rebuilt) -> Iterator[_Run]:
     model, root = context.wrapper.model, context.wrapper.root
     run.monitor.attach()
     follow_counter(model, run.monitor, None, rebuilt.rank)
-    injections, run.notes = reinject(model, rebuilt.dump.evidence(rebuilt.rank).get("injected", []))
+    injections: list[Injection] = []
     try:
+        injections, run.notes = _reinjected(rebuilt)
         yield run
     finally:
         unregister_counter(root, run.monitor)
@@ -124,17 +127,37 @@ def _monitored(rebuilt: Rebuilt) -> Iterator[_Run]:
 
 def _context(rebuilt: Rebuilt) -> GuardContext:
     """What watches the step: the recorded options, as far as they decide what is looked at."""
-    evidence, report = rebuilt.dump.evidence(rebuilt.rank), rebuilt.dump.report
-    options = {name: rebuilt.dump.manifest["options"][name] for name in _KEPT_OPTIONS}
-    if report.cause.startswith("scale collapse"):
+    dump = rebuilt.dump
+    options: dict[str, Any] = {name: getattr(dump.manifest.options, name) for name in _KEPT_OPTIONS}
+    if dump.report.cause.startswith("scale collapse"):
         options["max_consecutive_overflows"] = 1  # one window is all there is: its overflow is the fault
-    options.update(dump_dir=None, budget=None, keep_previous=False, first_step=report.step)
-    model = rebuilt.wrapper.model
-    with environment_ignored():
-        context = build_context(model, rebuilt.optimizers, rebuilt.scaler, None, rebuilt.group, options)
-    context.budget.start_at(evidence.get("budget_level", 0), evidence.get("compiled"))
-    context.known_nonfinite = frozenset(tuple(each) for each in evidence["known_nonfinite"])
+    options.update(dump_dir=None, budget=None, keep_previous=False, first_step=dump.report.step)
+    try:
+        with environment_ignored():
+            context = build_context(
+                rebuilt.wrapper.model, rebuilt.optimizers, rebuilt.scaler, None, rebuilt.group, options
+            )
+    except ValueError as error:
+        what = str(error).splitlines()[0]
+        raise DumpError(
+            f"{dump.path}: the step cannot be guarded again ({what}); give the recipe of that run"
+        ) from error
+    evidence = dump.evidence(rebuilt.rank)
+    compiled = evidence.compiled_layers
+    context.budget.start_at(evidence.budget_level, {"traced": list(compiled.traced), "watched": list(compiled.watched)})
+    context.known_nonfinite = frozenset(evidence.known_nonfinite)
     return context
+
+
+def _reinjected(rebuilt: Rebuilt) -> tuple[list[Injection], list[str]]:
+    injected = rebuilt.dump.evidence(rebuilt.rank).injected
+    try:
+        return reinject(rebuilt.wrapper.model, [vars(fault) for fault in injected])
+    except KeyError as error:
+        raise DumpError(
+            f"{rebuilt.dump.path}: a fault was injected in layer {error}, which the recipe's model has not; "
+            "give the recipe of that run"
+        ) from None
 
 
 def _result(run: _Run, micro_batches: list[MicroBatch], alone: bool) -> StepResult:
@@ -155,7 +178,7 @@ def _result(run: _Run, micro_batches: list[MicroBatch], alone: bool) -> StepResu
 def _forward_backward(run: _Run, micro_batches: list[MicroBatch]) -> dict[tuple[int, str], Tensor]:
     """All micro-batches, each with its random state and its sync flag; the losses by (micro-batch, name)."""
     rebuilt, losses = run.rebuilt, dict[tuple[int, str], Tensor]()
-    synced = set(rebuilt.dump.evidence(rebuilt.rank)["reduced_micro_batches"])
+    synced = set(rebuilt.dump.evidence(rebuilt.rank).reduced_micro_batches)
     remarks: list[str] = []
     for micro_batch, batch in zip(micro_batches, Steps([m.batch for m in micro_batches], run.monitor), strict=True):
         remarks += rng.restore(micro_batch.random_state, rebuilt.recipe.generators, rebuilt.device)

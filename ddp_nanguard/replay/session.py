@@ -53,8 +53,9 @@ class Session:
         if self.first_recipe is not None:
             recipe, self.first_recipe = self.first_recipe, None
             return recipe
-        name = self.recipe_name or self.dump.manifest["recipe"]
-        return load_recipe(name, self.dump.manifest["run"].get("recipe_directory"))
+        name = self.recipe_name or self.dump.manifest.recipe
+        assert name is not None  # `named_recipe` has been asked before
+        return load_recipe(name, self.dump.manifest.run.recipe_directory)
 
     def window(self, recipe: Recipe) -> list[MicroBatch]:
         """The recorded micro-batches."""
@@ -172,14 +173,14 @@ def what_needs_optimizer(dump: Dump, recipe: Recipe) -> str | None:
 
 def named_recipe(dump: Dump, given: str | None) -> Recipe:
     """The recipe asked for, or the one that the dump names; its name is shown before its code runs."""
-    name = given or dump.manifest["recipe"]
+    name = given or dump.manifest.recipe
     if name is None:
         raise DumpError(
             f"{dump.path} names no recipe; give --recipe module:function (a function that returns a Recipe)"
         )
     if int(os.environ.get("RANK", "0")) == 0:
         print(f"recipe {name} (its code is imported now)", file=sys.stderr)
-    return load_recipe(name, dump.manifest["run"].get("recipe_directory"))
+    return load_recipe(name, dump.manifest.run.recipe_directory)
 
 
 def device_for(name: str | None) -> torch.device:

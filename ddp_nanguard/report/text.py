@@ -6,8 +6,8 @@ Knows the plain data of a fault only, so that a dump can carry its own report.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 from .messages import seen, what, where
 from .types import FaultReport, Phase, Site
@@ -113,7 +113,47 @@ def error_text(report: FaultReport, can_replay: bool = True) -> str:
 # -- the report --------------------------------------------------------------------------------------------------------
 
 
-def report_text(report: FaultReport, manifest: Mapping[str, Any] | None = None, *, color: bool = False) -> str:
+class Holdings(Protocol):
+    """What a text says of a dump; the fields are those of `ddp_nanguard.dump.records.Manifest`."""
+
+    @property
+    def created(self) -> str:
+        """When, ISO 8601."""
+
+    @property
+    def recipe(self) -> str | None:
+        """``module:function``."""
+
+    @property
+    def can_replay(self) -> bool:
+        """Whether a replay finds a recipe and the batches."""
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        """Of torch, numpy and Python."""
+
+    @property
+    def ranks_present(self) -> Sequence[int]:
+        """Whose files are there."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether ranks wrote without each other."""
+
+    @property
+    def weights_problem(self) -> str | None:
+        """Why weights are missing."""
+
+    @property
+    def problems(self) -> Iterable[str]:
+        """What could not be written."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all files."""
+
+
+def report_text(report: FaultReport, manifest: Holdings | None = None, *, color: bool = False) -> str:
     """A fault on one screen: what the error says, what else was seen, and what is in the dump.
 
     Args:
@@ -122,7 +162,7 @@ def report_text(report: FaultReport, manifest: Mapping[str, Any] | None = None, 
         color: whether terminal colours are wanted.
     """
     place, what_happened = headline(report)
-    *rows, last = fault_rows(report, _can_replay(manifest)) or [("", "")]
+    *rows, last = fault_rows(report, manifest is None or manifest.can_replay) or [("", "")]
     if last[0] != "next":
         rows, last = [*rows, last], ("", "")
     lines = [place, f"  {what_happened}", ""]
@@ -136,12 +176,6 @@ def report_text(report: FaultReport, manifest: Mapping[str, Any] | None = None, 
     lines += ["", _unwrapped(*last)] if last[0] else []
     text = "\n".join(lines).rstrip() + "\n"
     return _colored(text) if color else text
-
-
-def _can_replay(manifest: Mapping[str, Any] | None) -> bool:
-    if manifest is None:
-        return True
-    return manifest.get("recipe") is not None and not manifest.get("options", {}).get("redact")
 
 
 def human_size(size_bytes: float) -> str:
@@ -180,20 +214,20 @@ def _other_sites(report: FaultReport) -> Iterator[str]:
         yield f"{len(others) - MAX_SITES_SHOWN} more sites: ddp-nanguard show --json"
 
 
-def _about_dump(report: FaultReport, manifest: Mapping[str, Any]) -> list[str]:
-    size = human_size(manifest.get("size_bytes", 0))
-    present = manifest.get("ranks_present", [])
+def _about_dump(report: FaultReport, manifest: Holdings) -> list[str]:
+    size = human_size(manifest.size_bytes)
+    present = manifest.ranks_present
     lines = [_unwrapped("dump", str(report.dump_path))]
     lines += _row("holds", f"{_present(present, report.world_size)}; {_weights(manifest)}; {size}")
-    lines += _row("written", manifest.get("created", ""))
+    lines += _row("written", manifest.created)
     lines += _row("run", f"{report.wrapper} on {plural(report.world_size, 'rank')}; {_versions(manifest)}")
-    lines += _row("recipe", manifest.get("recipe") or "none given; replay needs --recipe module:function")
-    for problem in manifest.get("problems", []):
+    lines += _row("recipe", manifest.recipe or "none given; replay needs --recipe module:function")
+    for problem in manifest.problems:
         lines += _row("problem", problem)
     return lines
 
 
-def _present(ranks: list[int], world_size: int) -> str:
+def _present(ranks: Sequence[int], world_size: int) -> str:
     return (
         f"all of {plural(world_size, 'rank')}"
         if len(ranks) == world_size
@@ -201,15 +235,15 @@ def _present(ranks: list[int], world_size: int) -> str:
     )
 
 
-def _weights(manifest: Mapping[str, Any]) -> str:
-    weights = manifest.get("weights", {})
-    if manifest.get("alone"):
+def _weights(manifest: Holdings) -> str:
+    if manifest.alone:
         return "each rank wrote its own weights, without its peers"
-    return "the whole weights" if weights.get("complete") else f"weights incomplete: {weights.get('problem')}"
+    problem = manifest.weights_problem
+    return "the whole weights" if problem is None else f"weights incomplete: {problem}"
 
 
-def _versions(manifest: Mapping[str, Any]) -> str:
-    versions = manifest.get("versions", {})
+def _versions(manifest: Holdings) -> str:
+    versions = manifest.versions
     return ", ".join(f"{name} {versions[name]}" for name in ("torch", "numpy", "python") if name in versions)
 
 

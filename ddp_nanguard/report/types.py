@@ -8,10 +8,10 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
-SCHEMA_VERSION = 1
 MAX_SITES = 64
 MAX_RANKS_LISTED = 64
 
@@ -41,6 +41,44 @@ KINDS = ("nan", "inf", "-inf")
 """Kinds of non-finite values, worst first."""
 
 
+# -- what a field may hold beyond its type; whoever reads a fault from a file checks it -------------------------------
+
+MAX_WORLD_SIZE = 2**20
+"""Ten times the largest jobs there are, and few enough to be counted one by one."""
+MAX_INTEGER = 2**63 - 1
+"""Steps and sizes are 64-bit integers in torch, and there are not more bytes than that."""
+
+
+class Rule(NamedTuple):
+    """What holds for a value, written beside the type of its field: ``Annotated[int, Rule(...)]``.
+
+    Attributes:
+        holds: whether a value of the right type is valid.
+        valid: what is, in words that follow "valid is".
+    """
+
+    holds: Callable[[Any], bool]
+    valid: str
+
+
+def _from_to(first: int, last: int, what: str) -> Rule:
+    return Rule(lambda value: first <= value <= last, f"{what} from {first} to {last}")
+
+
+def _one_of(*values: str) -> Rule:
+    return Rule(lambda value: value in values, " or ".join(map(repr, values)))
+
+
+Natural = Annotated[int, _from_to(0, MAX_INTEGER, "a whole number")]
+Rank = Annotated[int, _from_to(0, MAX_WORLD_SIZE - 1, "a rank")]
+WorldSize = Annotated[int, _from_to(1, MAX_WORLD_SIZE, "a number of ranks")]
+Kind = Annotated[str, _one_of(*KINDS)]
+Shape = Annotated[
+    tuple[Natural, ...],
+    Rule(lambda shape: math.prod(shape) <= MAX_INTEGER, f"a shape of at most {MAX_INTEGER} elements"),
+]
+
+
 @dataclass(frozen=True)
 class InlineCode:
     """A value that no module made: the code of ``layer`` did (None: the training step), between two sites."""
@@ -58,14 +96,14 @@ class Evidence:
     first element that is not, None where the tensor is no dense one.
     """
 
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: str
-    num_nan: int
-    num_inf: int
-    num_neg_inf: int
-    numel: int
+    num_nan: Natural
+    num_inf: Natural
+    num_neg_inf: Natural
+    numel: Natural
     largest_finite: float | None
-    first: tuple[int, ...] | None = None
+    first: tuple[Natural, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -90,17 +128,17 @@ class Site:
         order: execution order within phase and micro-batch; only for sorting.
     """
 
-    rank: int | None
-    step: int
-    micro_batch: int | None
+    rank: Rank | None
+    step: Natural
+    micro_batch: Natural | None
     phase: Phase
     layer: str | None
-    call: int | None
+    call: Natural | None
     slot: str
-    kind: str
+    kind: Kind
     inline_code: InlineCode | None = None
     evidence: Evidence | None = None
-    input_kind: str | None = None
+    input_kind: Annotated[str, _one_of(*KINDS, "unchecked")] | None = None
     neg_inf_from: str | None = None
     suspects: tuple[str, ...] = ()
     order: int = field(default=0, compare=False)
@@ -161,7 +199,7 @@ class SecondRun:
     """
 
     outcome: str
-    ranks: dict[str, tuple[int, tuple[int, ...]]]
+    ranks: dict[str, tuple[Natural, tuple[Rank, ...]]]
     text: str
 
     def to_dict(self) -> dict[str, Any]:
@@ -180,6 +218,8 @@ class SecondRun:
 class FaultReport:
     """Everything that is said about one fault: `to_dict`, ``show --json`` and ``manifest.json`` agree on it.
 
+    The latter two add the version of their form.
+
     Attributes:
         step: the step of the fault; for a bad update the step of that update.
         world_size: ranks that step together.
@@ -197,14 +237,14 @@ class FaultReport:
         dump_path: the dump's directory, or None.
     """
 
-    step: int
-    world_size: int
+    step: Natural
+    world_size: WorldSize
     wrapper: str
     origin: Site | None
     sites: tuple[Site, ...] = ()
-    holders: tuple[int, ...] = ()
-    num_ranks_affected: int = 0
-    ranks_affected: tuple[int, ...] = ()
+    holders: tuple[Rank, ...] = ()
+    num_ranks_affected: Natural = 0
+    ranks_affected: tuple[Rank, ...] = ()
     cause: str = ""
     nonfinite_state: tuple[str, ...] = ()
     unchecked: tuple[str, ...] = ()
@@ -217,7 +257,6 @@ class FaultReport:
         """JSON-ready data; non-finite numbers are strings."""
         origin = self.origin
         return {
-            "schema_version": SCHEMA_VERSION,
             "step": self.step,
             "world_size": self.world_size,
             "wrapper": self.wrapper,

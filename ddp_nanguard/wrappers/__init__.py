@@ -75,18 +75,17 @@ def wrap_like(
 
     Collective: those of the wrapper's constructor; every rank of the world calls it.
     """
-    if wrapper_class(description).communicates and not dist.is_initialized():
+    if wrapper_class(description["kind"]).communicates and not dist.is_initialized():
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     return _WRAP[description["kind"]](module, description, group, mesh)
 
 
-def wrapper_class(description: dict[str, Any]) -> type[Wrapper]:
+def wrapper_class(kind: str) -> type[Wrapper]:
     """The class of a wrapper that `Wrapper.describe` recorded, to ask what it can do.
 
     Raises:
         ValueError: there is no such wrapper.
     """
-    kind = description["kind"]
     if kind not in _CLASSES:
         raise ValueError(f"wrapper kind {kind!r} is unknown; valid: {', '.join(_CLASSES)}")
     return _CLASSES[kind]

@@ -166,7 +166,7 @@ def test_A16_every_rank_left_its_part(ended: Launch) -> None:
     assert report is not None
     dump = open_dump([report["dump_path"]])
     assert list(dump.ranks) == [0, 1]
-    assert dump.manifest["weights"]["complete"]
+    assert dump.manifest.weights.complete
 
 
 def test_A17_a_missing_rank_is_tolerated(ended: Launch, tmp_path: Path) -> None:
@@ -324,4 +324,4 @@ def test_A17_writing_ones_own_part_needs_no_peer(tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError) as caught:
         optimizer.step()
     guard.close()
-    assert open_dump([str(caught.value.report.dump_path)]).manifest["weights"]["complete"]
+    assert open_dump([str(caught.value.report.dump_path)]).manifest.weights.complete

@@ -188,7 +188,7 @@ def test_C05_the_report_can_be_compared(ended: Launch) -> None:
     """https://github.com/Lightricks/LTX-2/issues/114."""
     report = ended["C05 the wrapper's settings"][0].report
     assert report is not None and report["wrapper"] == "fsdp2"
-    described = str(open_dump([report["dump_path"]]).manifest["wrapper_description"])
+    described = str(open_dump([report["dump_path"]]).manifest.wrapper_description.details)
     assert "bfloat16" in described and "float32" in described, described
 
 

@@ -186,7 +186,7 @@ def test_I09_bad_hardware(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert result.outcome is Outcome.NOT_REPRODUCED
     assert "hardware" in result.reason and "nondeterminis" in result.reason
     evidence = session.dump.evidence(0)
-    assert evidence["host"] and evidence["device"]
+    assert evidence.host and evidence.device.type
 
 
 def test_I10_twice_in_one_process(tmp_path: Path) -> None:

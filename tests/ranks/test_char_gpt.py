@@ -16,6 +16,7 @@ import torch
 
 from ddp_nanguard import NonFiniteError
 from ddp_nanguard.cli.main import main
+from ddp_nanguard.dump import open_dump
 from tests.ranks import run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -69,14 +70,14 @@ def test_growth_by_the_learning_rate_is_read_from_the_history(
     (dump,) = tmp_path.glob("step-*")
     assert main(["explain", str(dump), "--no-replay", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
-    report = json.loads((dump / "manifest.json").read_text())
-    origin = report["origin"]
-    with np.load(dump / f"rank-{origin['rank']:05d}" / "history.npz", allow_pickle=False) as history:
+    report = open_dump(dump).report
+    assert report.origin is not None
+    with np.load(dump / f"rank-{report.origin.rank:05d}" / "history.npz", allow_pickle=False) as history:
         name, first_step, factor = _grown(dict(history))
     assert (said["trace"], said["cause"]["kind"]) == (None, "growth")
     assert said["cause"]["sentence"] == (
         f"growth: {name} grew by a factor of {factor:.2f} per step since step {first_step}, on every rank"
     )
     assert "trained by SGD with lr=1" in said["cause"]["evidence"]
-    live = said["cause"]["sentence"].replace("on every rank", f"as seen on rank {origin['rank']}")
-    assert report["cause"] == live and f"cause:    {live}" in first
+    live = said["cause"]["sentence"].replace("on every rank", f"as seen on rank {report.origin.rank}")
+    assert report.cause == live and f"cause:    {live}" in first

@@ -23,6 +23,7 @@ from ddp_nanguard.dump import list_dumps, open_dump, write_dump
 from ddp_nanguard.dump import peers as peers_module
 from ddp_nanguard.dump import state as state_module
 from ddp_nanguard.dump import write as write_module
+from ddp_nanguard.dump.records import Weights
 from ddp_nanguard.errors import DumpError
 from ddp_nanguard.tensors.shards import TensorShard
 from tests.dump_requests import DTYPES, bytes_of, random_tensor, request
@@ -129,9 +130,9 @@ def sharded(rank, world_size, root):
     if rank == 0:
         shards.append(TensorShard.whole("optim.0.w.step", torch.tensor(5, dtype=torch.int64)))
     shards.append(TensorShard.whole("model.nothing", torch.empty(0, 4)))
-    shards = {"shard_index": rank, "num_shards": world_size, "replica_index": 0}
+    position = {"shard_index": rank, "num_shards": world_size, "replica_index": 0}
     return dumped(
-        root, rank=rank, world_size=world_size, state=shards, aliases={"model.tied": "model.float32"}, **shards
+        root, rank=rank, world_size=world_size, state=shards, aliases={"model.tied": "model.float32"}, **position
     )
 
 
@@ -222,7 +223,7 @@ def gaps(rank, world_size, root):
     if rank == 0:
         state.append(TensorShard("optim.0.w.m", torch.ones(2), (4,), (0,), (4,)))
     shards = {"shard_index": rank, "num_shards": 2, "replica_index": 0}
-    return dumped(root, rank=rank, world_size=world_size, state=state, **shards)
+    return dumped(root, rank=rank, world_size=world_size, state=state, **position)
 
 
 def test_a_gap_spoils_only_its_own_tensor(tmp_path):
@@ -249,7 +250,7 @@ def test_every_rank_has_its_own_window_and_random_state(tmp_path):
     states = [dump.window(rank)[0].random_state.torch for rank in dump.ranks]
     assert [torch.equal(state, result[1]) for state, result in zip(states, results, strict=True)] == [True, True]
     assert not torch.equal(*states)
-    assert [dump.evidence(rank)["sites"][0]["rank"] for rank in dump.ranks] == [0, 1]
+    assert [dump.evidence(rank).sites[0].rank for rank in dump.ranks] == [0, 1]
 
 
 # names
@@ -292,7 +293,7 @@ def test_two_jobs_in_one_directory_lose_nothing(tmp_path):
     for job, paths in enumerate((results[0], results[2])):
         for step, path in zip((1, 2, 3), paths, strict=True):
             dump = open_dump(path)
-            assert dump.manifest["run"]["id"] == f"job {job}" and dump.report.step == step
+            assert dump.manifest.run.id == f"job {job}" and dump.report.step == step
             assert torch.equal(dump.load_state()["model.w"], torch.full((50_000,), float(job + step)))
     assert [summary.whole for summary in list_dumps(tmp_path)] == [True] * 6
     assert not [path for path in tmp_path.iterdir() if path.name.startswith((".new", ".old")) or "partial" in path.name]
@@ -304,7 +305,7 @@ def local_roots(rank, world_size, roots, occupied):
         dumped(roots[rank], rank=0, world_size=1, group=None)
     shards = {"shard_index": rank, "num_shards": 2, "replica_index": 0, "run_id": "a"}
     state = [TensorShard("model.w", torch.full((2,), float(rank)), (4,), (2 * rank,), (4,))]
-    return dumped(roots[rank], rank=rank, world_size=world_size, state=state, **shards)
+    return dumped(roots[rank], rank=rank, world_size=world_size, state=state, **position)
 
 
 @pytest.mark.parametrize("occupied", [False, True])
@@ -372,9 +373,9 @@ def small_files(rank, world_size, root, bad_rank, limit, sizes):
     """The file size limit stands for a disk that is full on one rank, though its free space looked enough."""
     if rank == bad_rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    shards = {"shard_index": rank, "num_shards": world_size, "replica_index": 0}
+    position = {"shard_index": rank, "num_shards": world_size, "replica_index": 0}
     state = [TensorShard("model.w", torch.ones(sizes), (world_size * sizes,), (rank * sizes,), (world_size * sizes,))]
-    return dumped(root, rank=rank, world_size=world_size, state=state, **shards)
+    return dumped(root, rank=rank, world_size=world_size, state=state, **position)
 
 
 def test_disk_error_in_the_shared_part(tmp_path):
@@ -383,7 +384,7 @@ def test_disk_error_in_the_shared_part(tmp_path):
     (problem,) = results[0].problems
     assert problem == f"rank 1: dump incomplete: {os.strerror(errno.EFBIG)} (free some space, or set dump_dir)"
     dump = open_dump(results[0].path)
-    assert dump.manifest["weights"] == {"complete": False, "problem": problem.replace("dump incomplete: ", "")}
+    assert dump.manifest.weights == Weights(False, problem.replace("dump incomplete: ", ""))
     assert dump.window(1)[0].batch["y"] == [1, 2]
     with pytest.raises(DumpError, match=r"lacks parts of 'model.w': rank 1: File too large"):
         dump.load_state()
@@ -434,7 +435,7 @@ def test_too_little_space_for_weights(tiny_disk):
     assert problem.endswith(f"free in {tiny_disk}; free some space or set dump_dir")
     dump = open_dump(results[0].path)
     assert dump.window(1)[0].batch["y"] == [1, 2]
-    assert dump.manifest["weights"]["problem"] == "left out for lack of space"
+    assert dump.manifest.weights.problem == "left out for lack of space"
     with pytest.raises(DumpError, match=r"lacks parts of 'model.w': left out for lack of space"):
         dump.load_state()
 
@@ -488,7 +489,7 @@ def test_what_cannot_be_written_together_is_written_by_each(tmp_path, shards):
     assert results[0] == results[1]
     assert results[0].problems == ["rank 0: state/ not written: ValueError: no plan"]
     dump = open_dump(results[0].path)
-    assert dump.manifest["weights"]["problem"] == "rank 0: ValueError: no plan"
+    assert dump.manifest.weights.problem == "rank 0: ValueError: no plan"
     for rank in (None, 0, 1):
         assert torch.equal(dump.load_state(rank=rank)["model.w"], torch.arange(4.0))
 
@@ -593,7 +594,7 @@ def test_a_peer_dies_in_mid_dump(tmp_path, shards):
     assert results[0].path == results[1].path
     dump = open_dump(results[0].path)
     assert dump.ranks == [0, 2]
-    assert "a peer was lost: " in dump.manifest["problems"][0]
+    assert "a peer was lost: " in dump.manifest.problems[0]
     if shards:
         with pytest.raises(DumpError, match=r"lacks parts of 'model.w': ranks 1 are not here; a peer was lost"):
             dump.load_state(rank=0)
@@ -618,7 +619,7 @@ def test_ranks_without_peers_meet_in_one_directory(tmp_path):
     assert {result.path for result in results} == {str(tmp_path / "step-00000007")}
     assert [result.problems for result in results] == [[], [], []]
     dump = open_dump(results[0].path)
-    assert dump.ranks == [0, 1, 2] and dump.manifest["alone"]
+    assert dump.ranks == [0, 1, 2] and dump.manifest.alone
     assert torch.equal(dump.load_state()["model.w"], torch.arange(6.0))
     assert [float(dump.load_state(rank=rank)["model.scalar"]) for rank in range(3)] == [0.0, 1.0, 2.0]
     assert dump.window(2)[0].batch["y"] == [1, 2]
@@ -646,7 +647,7 @@ def test_a_silent_peer_costs_the_timeout(tmp_path):
     result, _ = run_ranks(silent_peer, 2, root=tmp_path)
     assert result.problems == []
     dump = open_dump(result.path)
-    assert dump.ranks == [0] and "a peer was lost" in dump.manifest["problems"][0]
+    assert dump.ranks == [0] and "a peer was lost" in dump.manifest.problems[0]
     assert dump.load_state(rank=0)["model.w"].shape == (5, 3)
 
 
@@ -670,7 +671,7 @@ def slow_write(rank, world_size, root):
 def test_a_long_write_is_waited_for(tmp_path):
     results = run_ranks(slow_write, 2, root=tmp_path)
     assert results[0] == results[1] and results[0].problems == []
-    assert not open_dump(results[0].path).manifest["alone"]
+    assert not open_dump(results[0].path).manifest.alone
 
 
 # rotation

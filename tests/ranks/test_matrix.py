@@ -22,9 +22,7 @@ from tests.replaying import Replayed, replay_alone, replay_on_all_ranks
 from tests.training import Record, digest, digest_of_random, run_jobs
 
 CANNOT, SAME = 5, 0
-DOCUMENTED = (
-    "schema_version step world_size wrapper origin between holders sites ranks_affected cause nonfinite_state dump_path"
-)
+DOCUMENTED = "step world_size wrapper origin inline_code holders sites ranks_affected cause nonfinite_state dump_path"
 """Fields of the report on which the error, the manifest and ``show --json`` agree."""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_nanguard.dump.read import open_dump
+from ddp_nanguard.dump.read import Dump, open_dump
+from ddp_nanguard.report.types import SecondRun
 from tests import models
 from tests.faults import Fault, nan_at
 from tests.ranks import run_ranks
@@ -95,10 +95,15 @@ def _job(wrapper: str, dump_dir: Path | None, fault: Fault | None = None, **opti
     )
 
 
-def _manifest(run: Rerun) -> dict[str, Any]:
+def _dump(run: Rerun) -> Dump:
     assert run.record.report is not None
-    path = Path(run.record.report["dump_path"]) / "manifest.json"
-    return json.loads(path.read_text())  # type: ignore[no-any-return]  # a manifest is an object
+    return open_dump(run.record.report["dump_path"])
+
+
+def _second_run(run: Rerun) -> SecondRun:
+    second = _dump(run).report.rerun
+    assert second is not None
+    return second
 
 
 CASES = {
@@ -129,30 +134,29 @@ def test_the_second_run_tells_a_code_bug_from_a_suspect_device(wrapper: str, tmp
         assert first.record.error == second.record.error
         assert first.record.report == second.record.report
         assert first.record.error is not None
-        manifest = _manifest(first)
-        rerun = manifest["rerun"]
+        dump = _dump(first)
+        rerun = _second_run(first).to_dict()
         assert first.record.report is not None
         assert rerun == first.record.report["rerun"]
         assert rerun["outcome"] == outcome, rerun
         assert rerun["ranks"] == {name: {"count": len(r), "first": r} for name, r in of_ranks.items()}
         assert rerun["text"].startswith(text), rerun
         assert f"  rerun:    {text}" in first.record.error
-        path = Path(manifest["dump_path"])
-        assert f"  rerun     {text[:60]}" in (path / "report.txt").read_text()
-        own = [json.loads((path / f"rank-{rank:05d}" / "evidence.json").read_text())["rerun"] for rank in (0, 1)]
+        assert f"  rerun     {text[:60]}" in (dump.path / "report.txt").read_text()
+        own = [dump.evidence(rank).rerun or {} for rank in (0, 1)]
         assert [each["outcome"] for each in own] == ["same" if of_ranks else outcome, outcome]
         num_steps = NUM_STEPS.get(case, [NUM_MICRO_BATCHES] * 2)
         assert [first.num_steps, second.num_steps] == num_steps  # one rerun, never another within it
-        assert manifest["weights"]["complete"]
-    assert "suspect device" in _manifest(ranks[0][1])["rerun"]["text"]
-    assert "identical up to" in _manifest(ranks[0][1])["rerun"]["text"]
+        assert dump.manifest.weights.complete
+    assert "suspect device" in _second_run(ranks[0][1]).text
+    assert "identical up to" in _second_run(ranks[0][1]).text
     begins = "not reproduced: the same step was finite once more in place, on the same device: "
-    assert _manifest(ranks[0][1])["cause"].startswith(begins)
+    assert _dump(ranks[0][1]).report.cause.startswith(begins)
 
 
 def test_a_dump_whose_rerun_failed_replays(tmp_path: Path) -> None:
     ranks = run_ranks(_run, jobs=[(_job("fsdp2", tmp_path), "raise")])
-    (replayed,) = replay_alone([_manifest(ranks[0][0])["dump_path"]], {"NANGUARD_ON_FAULT": "warn"})
+    (replayed,) = replay_alone([str(_dump(ranks[0][0]).path)], {"NANGUARD_ON_FAULT": "warn"})
     assert (replayed.code, replayed.outcome["outcome"]) == (0, "same")
 
 

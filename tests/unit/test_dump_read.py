@@ -21,12 +21,13 @@ from safetensors import safe_open
 from ddp_nanguard.capture.rng import restore
 from ddp_nanguard.cli import main as cli
 from ddp_nanguard.dump import format as dump_format
-from ddp_nanguard.dump import open_dump, write_dump
+from ddp_nanguard.dump import open_dump, rank_files, write_dump
 from ddp_nanguard.dump import state as state_module
 from ddp_nanguard.dump.directories import rotate
+from ddp_nanguard.dump.records import SCHEMA_VERSION
 from ddp_nanguard.errors import DumpError
 from ddp_nanguard.report.text import human_size, report_text
-from ddp_nanguard.report.types import SCHEMA_VERSION, FaultReport
+from ddp_nanguard.report.types import FaultReport
 from ddp_nanguard.tensors.shards import TensorShard
 from tests.dump_requests import DTYPES, bytes_of, random_tensor, report, request
 
@@ -108,7 +109,7 @@ def test_everything_comes_back(path):
     dump = open_dump(path)
     assert dump.report == dataclasses.replace(expected.report, dump_path=str(path))
     assert (dump.ranks, dump.missing_ranks, dump.world_size, dump.names()) == ([0], [], 1, ["model.w"])
-    state = dump.plain_state()
+    state = dump.plain_state()["registered"]
     assert state["lr"] == 0.1 and state["betas"][0] == 0.9 and math.isnan(state["betas"][1])
     assert state["step"] == 3 and state["step"].dtype is torch.int64
     (micro_batch,) = dump.window(0)
@@ -116,7 +117,7 @@ def test_everything_comes_back(path):
     assert bytes_of(micro_batch.batch["x"]) == bytes_of(expected.window[0].batch["x"])
     assert micro_batch.batch[3] == (None, b"raw") and math.isnan(micro_batch.losses["loss"])
     assert torch.equal(dump.buffers(0)["bn.running_mean"], torch.arange(3.0))
-    assert dump.evidence(0)["sites"] == expected.evidence["sites"]
+    assert dump.evidence(0) == expected.evidence
     assert math.isnan(dump.history(0)["loss"][1])
 
 
@@ -248,7 +249,7 @@ def test_without_weights(tmp_path):
     result = write_dump(request(tmp_path, state=[]))
     assert result.problems == []
     dump = open_dump(result.path)
-    assert dump.load_state() == {} and dump.manifest["weights"]["problem"] == "not asked for"
+    assert dump.load_state() == {} and dump.manifest.weights.problem == "not asked for"
 
 
 def test_without_a_dump_dir():
@@ -262,10 +263,22 @@ def test_objects_that_cannot_be_stored_are_noted(tmp_path):
     result = write_dump(wanted)
     assert result.problems == []
     dump = open_dump(result.path)
-    assert dump.evidence(0)["notes"] == [
-        "['micro_batches'][0]['batch']['f']: builtins.function left out, it cannot be stored"
-    ]
+    assert dump.evidence(0).notes == (
+        "['micro_batches'][0]['batch']['f']: builtins.function left out, it cannot be stored",
+    )
     assert torch.equal(dump.window(0)[0].batch["x"], torch.ones(1))
+
+
+def test_a_batch_that_no_reader_would_take_is_not_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(rank_files, "MAX_CONTENT_BYTES", 2000)
+    result = write_dump(request(tmp_path))
+    (problem,) = result.problems
+    assert problem.startswith("window.json not written: a batch has ")
+    assert problem.endswith(
+        " bytes beside its tensors, at most 2000 can be read again; hold long texts as uint8 tensors"
+    )
+    with pytest.raises(DumpError, match=r"window.json was not written \(window.json not written: a batch has"):
+        open_dump(result.path).window(0)
 
 
 # what is wrong with it
@@ -307,12 +320,12 @@ def test_newer_schema(path):
     change(path / "manifest.json", schema_version=SCHEMA_VERSION + 1)
     assert refused(path) == (
         f"{path}/manifest.json has schema version {SCHEMA_VERSION + 1}, "
-        f"this ddp-nanguard reads up to {SCHEMA_VERSION}; upgrade ddp-nanguard"
+        f"this ddp-nanguard reads version {SCHEMA_VERSION}; upgrade ddp-nanguard"
     )
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", "[]", "null", "{}", '{"schema_version": "x"}', '{"schema_version": 1}', "\xff\xfe"]
+    "content", ["", "{", "[]", "null", "{}", '{"schema_version": "x"}', '{"schema_version": 2}', "\xff\xfe"]
 )
 def test_a_manifest_that_is_none(path, content):
     (path / "manifest.json").write_bytes(content.encode("latin-1"))
@@ -343,7 +356,7 @@ def test_parts_of_different_dumps(tmp_path, path):
 
 def test_a_path_that_leaves_the_dump_is_refused(path):
     manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"].append({"path": "../../../etc/passwd", "size_bytes": 1, "blake2b": ""})
+    manifest["files"].append({"path": "../../../etc/passwd", "size_bytes": 1, "blake2b": "0" * 32})
     change(path / "manifest.json", files=manifest["files"])
     assert (
         refused(path) == f"{path}/manifest.json lists '../../../etc/passwd', which is outside the dump; do not use it"
@@ -426,7 +439,10 @@ def test_cli_show(path, capsys):
     assert lines[-1] == f"  next      ddp-nanguard replay {path} --trace"
     assert "\x1b" not in out and max(len(line) for line in lines if str(path) not in line) <= 110
     code, out, _ = run_cli(capsys, "show", path, "--json")
-    assert code == 0 and json.loads(out) == dataclasses.replace(report(), dump_path=str(path)).to_dict()
+    assert code == 0 and json.loads(out) == {
+        "schema_version": SCHEMA_VERSION,
+        **dataclasses.replace(report(), dump_path=str(path)).to_dict(),
+    }
 
 
 @pytest.mark.parametrize("arguments", [[], ["show"], ["list"], ["nothing"], ["show", "--frames", "x"]])

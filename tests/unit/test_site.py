@@ -11,17 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_nanguard.errors import NonFiniteError
-from ddp_nanguard.report.types import (
-    KINDS,
-    SCHEMA_VERSION,
-    Evidence,
-    FaultReport,
-    InlineCode,
-    Phase,
-    SecondRun,
-    Site,
-    json_safe,
-)
+from ddp_nanguard.report.types import KINDS, Evidence, FaultReport, InlineCode, Phase, SecondRun, Site, json_safe
 
 names = st.none() | st.text(max_size=20)
 counts = st.integers(min_value=0, max_value=10**12)
@@ -99,8 +89,9 @@ def test_a_report_survives_strict_json_and_pickling(report: FaultReport) -> None
 
 def test_the_fields_of_a_report_are_the_documented_ones() -> None:
     report = FaultReport(1, 2, "ddp", SITE).to_dict()
-    assert report["schema_version"] == SCHEMA_VERSION
-    documented = "schema_version step world_size wrapper origin inline_code holders sites ranks_affected cause nonfinite_state dump_path"
+    documented = (
+        "step world_size wrapper origin inline_code holders sites ranks_affected cause nonfinite_state dump_path"
+    )
     assert set(documented.split()) <= set(report)
     origin_fields = {"rank", "micro_batch", "phase", "layer", "call", "slot", "kind"}
     assert origin_fields <= set(report["origin"])

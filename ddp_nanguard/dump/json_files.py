@@ -1,0 +1,137 @@
+"""JSON of a dump, read strictly: files may be damaged, or made by somebody else, and neither ends in a traceback.
+
+Refused are files beyond a size, bytes that are no UTF-8, NaN and Infinity, keys that are there twice, values that are
+nested without end, and whatever is no object at the top.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ddp_nanguard.errors import DumpError
+
+MAX_JSON_BYTES = 64 * 2**20
+"""Of a manifest and what describes a rank. A file or a tensor takes some 150 bytes of it, so there is room for 400,000
+of them: twice what a model of 10**12 parameters has with its optimizer."""
+MAX_CONTENT_BYTES = 512 * 2**20
+"""Of JSON that holds what users made: the texts of a batch, the plain state of optimizers, and a rank's tensors."""
+MAX_JSON_DEPTH = 256
+"""Packed batches are at most 64 containers deep (`batch_pack.MAX_DEPTH`), each of which takes up to three levels."""
+
+AGAIN = "copy the dump again from where it was written"
+
+
+def read_json(root: Path, path: str, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """Reads a JSON file whose top is an object.
+
+    Args:
+        root: the dump.
+        path: of the file in it.
+        max_bytes: longer files are refused unread.
+
+    Raises:
+        DumpError: it is missing, or refused.
+    """
+    file = root / path
+    data = _bytes_of(file, max_bytes)
+    try:
+        return parse_json(data.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        what = f"byte {error.start} is no UTF-8"
+    except ValueError as error:
+        what = str(error)
+    raise DumpError(f"{file} is no valid JSON ({what}); {AGAIN}")
+
+
+@contextlib.contextmanager
+def well_formed(path: Path) -> Iterator[None]:
+    """Turns what goes wrong while a file's content is used into a `DumpError` that names the file."""
+    try:
+        yield
+    except DumpError as error:
+        if str(path.parent) in str(error):
+            raise
+        raise DumpError(f"{path}: {error}") from error
+    except Exception as error:  # whatever a damaged file brings about
+        line = (str(error).splitlines() or [""])[0][:200]
+        cause = f"{type(error).__name__}: {line}"
+        raise DumpError(f"{path} is damaged ({cause}); {AGAIN}") from error
+
+
+def _bytes_of(file: Path, max_bytes: int) -> bytes:
+    try:
+        if file.exists() and not file.is_file():
+            raise DumpError(f"{file} is no regular file; {AGAIN}")  # a pipe would be waited for without end
+        with open(file, "rb") as stream:
+            data = stream.read(max_bytes + 1)
+    except FileNotFoundError:
+        raise DumpError(f"{file} is missing: the dump is incomplete; copy it again from where it was written") from None
+    except OSError as error:
+        raise DumpError(f"{file} cannot be read: {error.strerror}; check its permissions and the disk") from None
+    if len(data) > max_bytes:
+        size_bytes = file.stat().st_size
+        raise DumpError(f"{file} has {size_bytes} bytes, valid are at most {max_bytes}; {AGAIN}")
+    return data
+
+
+def parse_json(text: str) -> dict[str, Any]:
+    """The object that a strict JSON text holds.
+
+    Raises:
+        ValueError: it is no strict JSON, too deep or no object, in one line.
+    """
+    try:
+        value = json.loads(
+            text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant, parse_float=_finite
+        )
+    except RecursionError:
+        raise ValueError(_too_deep()) from None
+    if not isinstance(value, dict):
+        raise ValueError(f"an object is valid, not a {type(value).__name__}")
+    _check_depth(value)
+    return value
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) == len(pairs):
+        return found
+    seen: set[str] = set()
+    for key, _ in pairs:
+        if key in seen:
+            raise ValueError(f"key {key[:60]!r} is there twice")
+        seen.add(key)
+    return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:60]} is beyond the numbers of a float64")
+    return value
+
+
+def _check_depth(value: Any) -> None:
+    level: Iterable[Any] = [value]
+    for _ in range(MAX_JSON_DEPTH):
+        level = [item for container in level for item in _items(container) if isinstance(item, (dict, list))]
+        if not level:
+            return
+    raise ValueError(_too_deep())
+
+
+def _items(container: Any) -> Iterable[Any]:
+    return container.values() if isinstance(container, dict) else container
+
+
+def _too_deep() -> str:
+    return f"nested deeper than {MAX_JSON_DEPTH} levels"

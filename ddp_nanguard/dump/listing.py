@@ -1,0 +1,120 @@
+"""`list_dumps`: what lies in a dump_dir, readable or not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddp_nanguard.errors import DumpError
+from ddp_nanguard.report.messages import log_line
+
+from . import directories as place
+from .format import MANIFEST, DumpName, ranks_in
+from .locate import Paths, as_paths
+from .records import Manifest, read_versioned
+
+UNREADABLE = "unreadable, see show"
+
+
+@dataclass(frozen=True)
+class DumpSummary:
+    """One dump in a listing.
+
+    Attributes:
+        path: of its directory; the first one where nodes hold parts of it.
+        step: of the fault.
+        created: ISO date, or of the last change where there is no manifest.
+        origin: one line; empty where there is no manifest.
+        world_size: 0 where it is unknown.
+        ranks: that are present, over all roots.
+        size_bytes: of all its files.
+        whole: finished, with nothing missing.
+        remark: why it is not whole, or what is wrong with it; empty otherwise.
+        paths: all its directories.
+    """
+
+    path: str
+    step: int
+    created: str
+    origin: str
+    world_size: int
+    ranks: tuple[int, ...]
+    size_bytes: int
+    whole: bool
+    remark: str
+    paths: tuple[str, ...]
+
+
+def list_dumps(roots: Paths) -> list[DumpSummary]:
+    """The dumps below one or several dump_dirs, by step; parts of one dump on several nodes are one entry.
+
+    Raises:
+        DumpError: a root does not exist.
+    """
+    parts: dict[tuple[str, str], list[tuple[Path, Manifest | None]]] = {}
+    for root in as_paths(roots):
+        if not root.is_dir():
+            raise DumpError(f"{root} does not exist: nothing went bad there yet, or the run had another dump_dir")
+        for name, path in place.dumps_in(root):
+            manifest = _manifest_of(path)
+            parts.setdefault((str(name), _identity(path, manifest)), []).append((path, manifest))
+    summaries = [_summary([path for path, _ in of_one], of_one[0][1]) for of_one in parts.values()]
+    return sorted(summaries, key=lambda summary: (summary.step, summary.created, summary.path))
+
+
+def _manifest_of(path: Path) -> Manifest | None:
+    """None where it cannot be read."""
+    try:
+        return read_versioned(path, MANIFEST, Manifest)
+    except DumpError:
+        return None
+
+
+def _identity(path: Path, manifest: Manifest | None) -> str:
+    """Equal for the parts of one dump on several nodes."""
+    if manifest is None:
+        return str(path)
+    origin = manifest.report.origin
+    return json.dumps([manifest.run.id, origin.to_dict() if origin else None, manifest.report.world_size])
+
+
+def _summary(paths: list[Path], manifest: Manifest | None) -> DumpSummary:
+    name = DumpName.parse(paths[0].name)
+    assert name is not None
+    ranks = tuple(sorted({rank for path in paths for rank in ranks_in(path)}))
+    base = DumpSummary(
+        path=str(paths[0]),
+        step=name.step,
+        created=time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(paths[0].stat().st_mtime)),
+        origin="",
+        world_size=0,
+        ranks=ranks,
+        size_bytes=sum(place.size_of(path) for path in paths),
+        whole=False,
+        remark="partial",
+        paths=tuple(map(str, paths)),
+    )
+    if not place.is_whole(paths[0]):
+        return base
+    return dataclasses.replace(base, remark=UNREADABLE) if manifest is None else _with_manifest(base, manifest)
+
+
+def _with_manifest(base: DumpSummary, manifest: Manifest) -> DumpSummary:
+    world_size = manifest.report.world_size
+    return dataclasses.replace(
+        base,
+        created=manifest.created,
+        origin=log_line(manifest.report),
+        world_size=world_size,
+        whole=len(base.ranks) == world_size and manifest.has_weights,
+        remark=_warn_once(manifest, len(base.ranks)),
+    )
+
+
+def _warn_once(manifest: Manifest, num_ranks: int) -> str:
+    if num_ranks < manifest.report.world_size:
+        return f"{num_ranks} of {manifest.report.world_size} ranks"
+    return "" if manifest.has_weights else f"no weights: {manifest.weights.problem}"

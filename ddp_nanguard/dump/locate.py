@@ -1,0 +1,43 @@
+"""Which directory is meant by a path that somebody has given."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from ddp_nanguard.errors import DumpError
+
+from . import directories as place
+from .format import MANIFEST, DumpName
+
+Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+
+
+def as_paths(paths: Paths) -> list[Path]:
+    """One path or several, as a list."""
+    return [Path(paths)] if isinstance(paths, (str, os.PathLike)) else [Path(path) for path in paths]
+
+
+def _what_is_in(root: Path) -> str:
+    names = [str(name) for name, dump in place.dumps_in(root) if place.is_whole(dump)] if root.is_dir() else []
+    if not names:
+        return "see what a run has left: ddp-nanguard list DIR"
+    return f"{root} holds {', '.join(names[:6])}{', ...' if len(names) > 6 else ''}"
+
+
+def directory_of(path: Path) -> Path:
+    """The dump that is meant: itself, or the only one in a dump_dir.
+
+    Raises:
+        DumpError: it is no dump.
+    """
+    if not path.is_dir():
+        raise DumpError(f"{path} is no directory; {_what_is_in(path.parent)}")
+    if DumpName.parse(path.resolve().name) is not None or (path / MANIFEST).exists():
+        return path
+    whole = [dump for _, dump in place.dumps_in(path) if place.is_whole(dump)]
+    if len(whole) == 1:
+        return whole[0]
+    have = f"holds {len(whole)} dumps" if whole else "holds no whole dump"
+    raise DumpError(f"{path} is no dump but {have}; give one of them, see: ddp-nanguard list {path}")

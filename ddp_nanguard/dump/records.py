@@ -1,0 +1,257 @@
+"""`Manifest`: what a dump says of itself in ``manifest.json``, and the version of its form.
+
+A record is read whole or not at all: every field must be there and fit its type and the `Rule` beside it. Whoever adds,
+renames or drops a field of a record, of a report or of the options raises `SCHEMA_VERSION`, and makes
+``tests/golden`` again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from ddp_nanguard.config import GuardConfig
+from ddp_nanguard.errors import DumpError
+from ddp_nanguard.report.types import FaultReport, Natural, Rank, Rule, Shape
+
+from .format import FileEntry
+from .json_files import AGAIN, MAX_JSON_BYTES, read_json
+from .typed_json import MisfitError, as_json, read_as, read_fields
+
+SCHEMA_VERSION = 2
+"""Of the files of a dump. 1: before any release, with records that nobody checked."""
+
+MAX_THREADS = 4096
+"""Beyond the cores of any machine; torch would start as many threads as a file asks for."""
+
+NumThreads = Annotated[
+    int, Rule(lambda count: 1 <= count <= MAX_THREADS, f"a number of threads from 1 to {MAX_THREADS}")
+]
+
+Line = Annotated[str, Rule(lambda text: len(text.splitlines()) <= 1, "one line of text")]
+"""For what errors repeat, which are one line themselves."""
+
+_R = TypeVar("_R")
+
+
+@dataclass(frozen=True)
+class TensorShape:
+    """A parameter or a piece of optimizer state, as the model has it.
+
+    Attributes:
+        shape: of the whole tensor, over all shards.
+        dtype: ``float32``, ``bfloat16``, ...
+    """
+
+    shape: Shape
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Whether the weights are there.
+
+    Attributes:
+        complete: all ranks together have written all of ``state/``.
+        problem: why not, or "not asked for"; None where it is complete.
+    """
+
+    complete: bool
+    problem: Line | None
+
+
+@dataclass(frozen=True)
+class Run:
+    """The run that left the dump.
+
+    Attributes:
+        id: the same on all ranks of a run and in no other; by it parts of a dump on several nodes find each other.
+        argv: its command line.
+        recipe_directory: where the module of the recipe lay; None without a recipe.
+    """
+
+    id: str = ""
+    argv: tuple[str, ...] = ()
+    recipe_directory: str | None = None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of torch that decide bits, as `torch.get_num_threads` and its like give them."""
+
+    num_threads: NumThreads
+    num_interop_threads: NumThreads
+    float32_matmul_precision: Literal["highest", "high", "medium"]
+    deterministic_algorithms: bool
+    deterministic_warn_only: bool
+    cudnn_deterministic: bool
+    cudnn_benchmark: bool
+    default_dtype: str
+
+
+@dataclass(frozen=True)
+class WrapperDescription:
+    """What `Wrapper.describe` said, from which `wrap_like` wraps an equal module again.
+
+    Attributes:
+        kind: of the wrapper.
+        compiled: whether any part of the model was compiled by torch.compile.
+        details: all of it, with what only this kind of wrapper has.
+    """
+
+    kind: Literal["plain", "ddp", "fsdp1", "fsdp2"]
+    compiled: bool
+    details: dict[str, Any]
+
+    JSON_FORMS: ClassVar[dict[str, Any]] = {"details": None}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> WrapperDescription:
+        """From what `Wrapper.describe` gives."""
+        return cls(data["kind"], data["compiled"], data)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The inverse of `from_dict`."""
+        return self.details
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """``manifest.json``: the fault, and all that is needed to know what the dump holds and how to run it again.
+
+    Attributes:
+        report: of the fault; its fields stand beside the others in the JSON.
+        created: when, ISO 8601 with the offset from UTC.
+        run: that left the dump.
+        wrapper_description: how the model was wrapped.
+        options: of the guard.
+        recipe: ``module:function`` of the user; None where none was given.
+        versions: of ``ddp_nanguard``, ``torch``, ``numpy``, ``python``, ``platform``, ``cuda``; and the ``byteorder``.
+        settings: of torch, on the rank that wrote the manifest.
+        aliases: further names of tied tensors, each with the name under which it is stored.
+        shapes: of all weights and optimizer tensors, by stored name, also of those that this rank has no part of.
+        ranks_present: whose files lay in this directory when it was written.
+        alone: the ranks wrote without each other, each its own weights.
+        weights: whether they are there.
+        problems: what could not be written, one line each.
+        replicas_disagree: ``rank 1: model.w`` for replicated tensors that are not replica 0's.
+        size_bytes: of the listed files.
+        files: all but the manifest, each with its length and digest.
+    """
+
+    report: FaultReport
+    created: str
+    run: Run
+    wrapper_description: WrapperDescription
+    options: GuardConfig
+    recipe: str | None
+    versions: dict[str, str]
+    settings: Settings
+    aliases: dict[str, str]
+    shapes: dict[str, TensorShape]
+    ranks_present: tuple[Rank, ...] = ()
+    alone: bool = False
+    weights: Weights = Weights(True, None)
+    problems: tuple[Line, ...] = ()
+    replicas_disagree: tuple[str, ...] = ()
+    size_bytes: Natural = 0
+    files: tuple[FileEntry, ...] = ()
+
+    JSON_FORMS: ClassVar[dict[str, Any]] = {"report": None}
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether all weights were written, by all ranks together or by each for itself."""
+        return self.weights.complete or self.alone
+
+    @property
+    def can_replay(self) -> bool:
+        """Whether a replay finds what it needs without being told more: a recipe, and the batches."""
+        return self.recipe is not None and not self.options.redact
+
+    @property
+    def weights_problem(self) -> str | None:
+        """Why weights are missing."""
+        return self.weights.problem
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready data."""
+        own = {field.name: as_json(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        return {"schema_version": SCHEMA_VERSION, **own.pop("report"), **own}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Manifest:
+        """The inverse of `to_dict`, for the present version.
+
+        Raises:
+            ValueError: names the first field that is missing or does not fit, its value and what would.
+        """
+        report: FaultReport = read_as(FaultReport, data)
+        manifest = cls(report=report, **read_fields(cls, data))
+        _check_ranks(report)
+        _check_options(manifest.options)
+        return manifest
+
+
+def _check_ranks(report: FaultReport) -> None:
+    ranks = {f"sites[{index}].rank": site.rank for index, site in enumerate(report.sites)}
+    ranks |= {f"holders[{index}]": rank for index, rank in enumerate(report.holders)}
+    ranks |= {f"ranks_affected.first[{index}]": rank for index, rank in enumerate(report.ranks_affected)}
+    ranks["origin.rank"] = report.origin.rank if report.origin is not None else None
+    for path, rank in ranks.items():
+        if rank is not None and rank >= report.world_size:
+            raise MisfitError(path, str(rank), f"a rank below world_size={report.world_size}")
+
+
+def _check_options(options: GuardConfig) -> None:
+    try:
+        options.check()
+    except ValueError as error:
+        raise MisfitError("options", "refused", f"what NanGuard takes ({str(error).splitlines()[0][:200]})") from None
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def read_record(root: Path, path: str, kind: type[_R], max_bytes: int = MAX_JSON_BYTES) -> _R:
+    """A record from a JSON file of a dump.
+
+    Args:
+        root: the dump, or a rank's directory.
+        path: of the file in it.
+        kind: dataclass of the record.
+        max_bytes: longer files are refused unread.
+
+    Raises:
+        DumpError: names the file, the field, its value and what is valid.
+    """
+    return record_of(root / path, read_json(root, path, max_bytes), kind)
+
+
+def read_versioned(root: Path, path: str, kind: type[_R], max_bytes: int = MAX_JSON_BYTES) -> _R:
+    """`read_record` for a file with a ``schema_version``, which must be the present one."""
+    data = read_json(root, path, max_bytes)
+    _check_version(root / path, data)
+    return record_of(root / path, data, kind)
+
+
+def record_of(file: Path, value: Any, kind: type[_R], path: str = "") -> _R:
+    """A record from what a file held at a path of keys, as `read_record`."""
+    try:
+        from_dict = getattr(kind, "from_dict", None)
+        record: _R = read_as(kind, value, path) if from_dict is None else from_dict(value)
+    except MisfitError as misfit:
+        raise DumpError(f"{file}: {misfit}; {AGAIN}") from None
+    return record
+
+
+def _check_version(file: Path, data: dict[str, Any]) -> None:
+    version = data.get("schema_version")
+    if type(version) is not int or version < 1:
+        raise DumpError(f"{file} has no schema_version; this is no dump of ddp-nanguard")
+    if version == SCHEMA_VERSION:
+        return
+    remedy = "upgrade ddp-nanguard" if version > SCHEMA_VERSION else "read it with the ddp-nanguard that wrote it"
+    raise DumpError(f"{file} has schema version {version}, this ddp-nanguard reads version {SCHEMA_VERSION}; {remedy}")
