@@ -222,7 +222,7 @@ def gaps(rank, world_size, root):
     state = [TensorShard("model.w", torch.full((2,), float(rank)), (4,), (2 * rank,), (4,))]
     if rank == 0:
         state.append(TensorShard("optim.0.w.m", torch.ones(2), (4,), (0,), (4,)))
-    shards = {"shard_index": rank, "num_shards": 2, "replica_index": 0}
+    position = {"shard_index": rank, "num_shards": 2, "replica_index": 0}
     return dumped(root, rank=rank, world_size=world_size, state=state, **position)
 
 
@@ -303,7 +303,7 @@ def local_roots(rank, world_size, roots, occupied):
     """Each rank on a node of its own."""
     if occupied and rank == 1:
         dumped(roots[rank], rank=0, world_size=1, group=None)
-    shards = {"shard_index": rank, "num_shards": 2, "replica_index": 0, "run_id": "a"}
+    position = {"shard_index": rank, "num_shards": 2, "replica_index": 0, "run_id": "a"}
     state = [TensorShard("model.w", torch.full((2,), float(rank)), (4,), (2 * rank,), (4,))]
     return dumped(roots[rank], rank=rank, world_size=world_size, state=state, **position)
 
