@@ -61,9 +61,9 @@ def exchange_sites(ranks: RankGroup, fault: RankFault, step: int) -> JobFault:
 
 def _exchanged(ranks: RankGroup, fault: RankFault, step: int) -> JobFault:
     keyed = [(ranked.key(ranks.index, step), _site_text(ranked.site)) for ranked in fault.sites[:MAX_SITES]]
-    sites = [_site_from(text) for text in ranks.earliest_texts(keyed, MAX_SITES, _SITE_BYTES)]
-    nonfinite_state = ranks.earliest_texts(_in_order(ranks, fault.nonfinite_state), MAX_SITES, _NAME_BYTES)
-    unchecked = ranks.earliest_texts(_in_order(ranks, fault.unchecked), MAX_SITES, _SITE_BYTES)
+    sites = [_site_from(text) for text in ranks.fault_group.earliest_texts(keyed, MAX_SITES, _SITE_BYTES)]
+    nonfinite_state = ranks.fault_group.earliest_texts(_in_order(ranks, fault.nonfinite_state), MAX_SITES, _NAME_BYTES)
+    unchecked = ranks.fault_group.earliest_texts(_in_order(ranks, fault.unchecked), MAX_SITES, _SITE_BYTES)
     holders, affected = ranks.ranks_where(fault.holds_reduced, any(not ranked.low_confidence for ranked in fault.sites))
     return JobFault(
         sites=tuple(site for site in sites if site is not None),

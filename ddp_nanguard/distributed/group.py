@@ -1,35 +1,21 @@
-"""The ranks that step together, and all that they say to each other.
-
-[Note: a lost peer]
-A collective of the fault path can fail because a peer has died or does not answer in time. That is noticed here and
-nowhere else: the failed call turns into a `PeersLostError`, the group remembers it (`RankGroup.peers_lost`), and the
-questions of the fault path (`RankGroup.ask`) are answered for this rank alone from then on, without another collective.
-A report that was made in this way says so. Only the construction of a guard and the writing of a dump want to see the
-error itself.
-"""
+"""The ranks that step together: their verdict, and the questions that they ask each other about a fault."""
 
 from __future__ import annotations
 
 import copy
 import json
 from collections.abc import Callable
-from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .fault_group import NO_KEY, FaultGroup, PeersLostError
 from .verdict import Verdict, packed
 
 _T = TypeVar("_T")
-_NO_KEY = (1 << 63) - 1
-_TEXT_BYTES = 8192
 _CONSTRUCTION_TIMEOUT_S = 1800.0  # ranks load their models at different speed
-
-
-class PeersLostError(RuntimeError):
-    """A collective of the fault path failed: a peer died or did not answer in time."""
 
 
 class RankGroup:
@@ -44,8 +30,8 @@ class RankGroup:
 
     Attributes:
         members: global ranks, in the group's order.
-        fault_group: a gloo group over the same ranks, for everything but the verdict; None for a rank on its own.
-        peers_lost: whether a collective on the fault group has failed, see [Note: a lost peer].
+        fault_group: a gloo group over the same ranks, for everything but the verdict.
+        peers_lost: whether a collective on it has failed, see [Note: a lost peer].
         guard_number: how many guards these ranks had made before; the same on all of them.
 
     Collective: construction creates a gloo group over ``group``; every rank of it must construct.
@@ -61,9 +47,9 @@ class RankGroup:
         self.device = _verdict_device(group, device) if self.connected else device
         self.peers_lost = False
         self.guard_number = 0
-        self.fault_group: dist.ProcessGroup | None = None
+        self.fault_group = FaultGroup(None)
         if self.connected:
-            self.fault_group = fault_group_of(tuple(self.members))
+            self.fault_group = FaultGroup(fault_group_of(tuple(self.members)))
             self.guard_number = _guards_made[tuple(self.members)] = _guards_made.get(tuple(self.members), 0) + 1
             self.bound_waiting(_CONSTRUCTION_TIMEOUT_S)
 
@@ -75,23 +61,22 @@ class RankGroup:
     @property
     def name(self) -> str:
         """The same on all ranks of this guard and no other guard of the job."""
-        return f"{self.fault_group.group_name}/{self.guard_number}" if self.fault_group is not None else "alone"
+        group = self.fault_group.group
+        return f"{group.group_name}/{self.guard_number}" if group is not None else "alone"
 
     def bound_waiting(self, timeout_s: float | None = None) -> None:
         """From now on waiting for peers on the fault group ends after ``timeout_s``."""
-        if self.fault_group is not None:
-            limit = timedelta(seconds=self.timeout_s if timeout_s is None else timeout_s)
-            dist.distributed_c10d._set_pg_timeout(limit, self.fault_group)
+        self.fault_group.bound_waiting(self.timeout_s if timeout_s is None else timeout_s)
 
     def single_rank(self) -> RankGroup:
         """The same rank without any peer: it answers for itself and issues no collective."""
         lone = copy.copy(self)
-        lone.fault_group = None
+        lone.fault_group = FaultGroup(None)
         return lone
 
     def close(self) -> None:
         """Give the fault group up; it stays for the next guard over the same ranks."""
-        self.fault_group = None
+        self.fault_group = FaultGroup(None)
 
     # -- the verdict: the one collective of a clean step -----------------------------------------------------------
 
@@ -126,18 +111,19 @@ class RankGroup:
             try:
                 return question(self)
             except PeersLostError:
-                pass
+                self.peers_lost = True
         return question(self.single_rank())
 
     def any_of(self, *flags: bool) -> list[bool]:
         """Each flag OR-ed over all ranks. Collective: one MAX all-reduce of 8 bytes per flag (fault group)."""
-        return self.ask(lambda ranks: [bool(word) for word in ranks.reduce([int(f) for f in flags], dist.ReduceOp.MAX)])
+        return self.ask(lambda ranks: [bool(word) for word in ranks.fault_group.largest(*map(int, flags))])
 
     def barrier(self) -> bool:
         """Wait for all peers, at most ``timeout_s``; whether they came. Collective: one all-reduce (fault group)."""
         try:
-            self._min(0)
+            self.fault_group.smallest(0)
         except PeersLostError:
+            self.peers_lost = True
             return False
         return True
 
@@ -165,13 +151,13 @@ class RankGroup:
 
         Collective: two SUM all-reduces of 8 KiB and one MIN all-reduce of 8 bytes at most, on the fault group.
         """
-        if self.fault_group is None:
+        if self.fault_group.group is None:
             return
         mine = json.dumps(options, sort_keys=True)
         first = json.loads(self.text_of(self.index == 0, mine))
         difference = _first_difference(first, json.loads(mine))
-        index = self._min(self.index if difference else _NO_KEY)
-        if index == _NO_KEY:
+        index = self.fault_group.smallest(self.index if difference else NO_KEY)
+        if index == NO_KEY:
             return
         text = self.text_of(self.index == index, difference or "")
         raise ValueError(
@@ -180,75 +166,27 @@ class RankGroup:
 
     # -- what questions are made of; a lost peer is a PeersLostError ---------------------------------------------------
 
-    def earliest_texts(self, mine: list[tuple[int, str]], max_texts: int, row_bytes: int) -> list[str]:
-        """The texts of the smallest keys over all ranks, each once, in order of their keys.
-
-        Args:
-            mine: keys, which no other rank has, and this rank's texts.
-            max_texts: how many are wanted.
-            row_bytes: longer texts are cut.
-
-        Collective: at most ``max_texts + 1`` MIN all-reduces of 8 bytes and one SUM all-reduce of the texts.
-        """
-        waiting = sorted(mine)
-        owned: list[str | None] = []
-        while len(owned) < max_texts:
-            head = waiting[0][0] if waiting else _NO_KEY
-            smallest = self._min(head)
-            if smallest == _NO_KEY:
-                break
-            owned.append(waiting.pop(0)[1] if head == smallest else None)
-        return self.sum_of_rows(owned, row_bytes) if owned else []
-
-    def sum_of_rows(self, texts: list[str | None], row_bytes: int) -> list[str]:
-        """Texts of which each is given by one rank, None by the others. Collective: one SUM all-reduce of all rows."""
-        rows = torch.zeros(len(texts), row_bytes, dtype=torch.uint8, device="cpu")
-        for row, text in zip(rows, texts, strict=True):
-            encoded = (text or "").encode()[:row_bytes]
-            if encoded:
-                row[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-        self._all_reduce(rows, dist.ReduceOp.SUM)
-        return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
-
-    def reduce(self, values: list[int], op: dist.ReduceOp.RedOpType) -> list[int]:
-        """Element-wise reduction of a few integers. Collective: one all-reduce of 8 bytes per value."""
-        words = torch.tensor(values, dtype=torch.int64, device="cpu")
-        self._all_reduce(words, op)
-        return [int(word) for word in words.tolist()]
-
     def ranks_where(self, *flags: bool) -> list[list[int]]:
         """Per flag, the ranks that raise it. Collective: one SUM all-reduce of a byte per flag and rank."""
         marks = torch.zeros(len(flags), self.world_size, dtype=torch.uint8, device="cpu")
         marks[:, self.index] = torch.tensor(flags, dtype=torch.uint8, device="cpu")
-        self._all_reduce(marks, dist.ReduceOp.SUM)
+        self.fault_group.reduce_tensor(marks, dist.ReduceOp.SUM)
         return [[self.members[index] for index in row.nonzero().flatten().tolist()] for row in marks]
 
     def text_of(self, is_mine: bool, text: str) -> str:
         """The text of the one rank that says ``is_mine``. Collective: one SUM all-reduce of 8 KiB."""
-        return self.sum_of_rows([text if is_mine else None], _TEXT_BYTES)[0]
+        return self.fault_group.sum_of_rows([text if is_mine else None])[0]
 
     def first_problem(self, problem: str | None) -> str | None:
         """The text of the first rank that has a problem, with its number; the same on every rank, None where none has.
 
         Collective: one MIN all-reduce of 8 bytes, and one SUM all-reduce of 8 KiB if there is a problem.
         """
-        index = self._min(self.index if problem is not None else _NO_KEY)
-        if index == _NO_KEY:
+        index = self.fault_group.smallest(self.index if problem is not None else NO_KEY)
+        if index == NO_KEY:
             return None
         text = self.text_of(index == self.index, problem or "")
         return text if self.world_size == 1 else f"rank {self.members[index]}: {text}"
-
-    def _min(self, value: int) -> int:
-        return self.reduce([value], dist.ReduceOp.MIN)[0]
-
-    def _all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        if self.fault_group is None:
-            return
-        try:
-            dist.all_reduce(tensor, op=op, group=self.fault_group)
-        except RuntimeError as error:
-            self.peers_lost = True
-            raise PeersLostError((str(error).splitlines() or [type(error).__name__])[0]) from error
 
 
 _guards_made: dict[tuple[int, ...], int] = {}

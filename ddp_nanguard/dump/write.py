@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from ddp_nanguard.distributed.fault_group import FaultGroup, PeersLostError
 from ddp_nanguard.errors import DumpError
 from ddp_nanguard.report.text import human_size
 
@@ -36,7 +37,6 @@ from .format import (
     sync_directory,
 )
 from .manifest import Outcome, write_shared_files
-from .peers import PeersLostError, RankGroup
 from .progress import Progress
 from .rank_files import Problems, RankFiles, reason, tensor_bytes
 from .request import DumpRequest, DumpResult
@@ -81,7 +81,7 @@ class _Together:
     def __init__(self, request: DumpRequest, root: Path) -> None:
         self.request = request
         self.root = root
-        self.peers = RankGroup(request.group)
+        self.group = FaultGroup(request.group)
         self.ranks: list[int] = []  # global ranks in the group's order
         self.sharing: list[int] = []  # ranks that see the same directory
         self.name = DumpName(request.report.step)
@@ -97,7 +97,7 @@ class _Together:
         files = RankFiles(self.request, self.problems)
         sizes_bytes = self._exchange_sizes(files)
         skip_state = self._lacks_space(sizes_bytes)
-        with self.peers.waiting_for(list(sizes_bytes.values()), self.request.config.timeout_s):
+        with self.group.waiting_for(list(sizes_bytes.values()), self.request.config.timeout_s):
             with _progress(self.request, sizes_bytes[self.request.rank]) as progress:
                 files.tell = progress.tell
                 self._write_files(files, skip_state)
@@ -124,10 +124,10 @@ class _Together:
         """Agrees on a name that is free on every node, and makes or joins its directory."""
         number = self.problems.guard(f"no dump in {self.root}", self._first_free_number) or 1
         while True:
-            (number,) = self.peers.largest(number)
+            (number,) = self.group.largest(number)
             self.name = DumpName(self.request.report.step, number)
             nonce = self._agree_on_nonce()
-            (conflict,) = self.peers.largest(int(self._reserve_in_turn(nonce)))
+            (conflict,) = self.group.largest(int(self._reserve_in_turn(nonce)))
             if not conflict:
                 return
             place.release(self.root, self.name, nonce)
@@ -138,14 +138,14 @@ class _Together:
         return place.free_number(self.root, self.request.report.step)
 
     def _agree_on_nonce(self) -> str:
-        mine = uuid.uuid4().int >> 66 if self.peers.rank == 0 else 0
-        return f"{self.peers.largest(mine)[0]:x}"
+        mine = uuid.uuid4().int >> 66 if self.group.rank == 0 else 0
+        return f"{self.group.largest(mine)[0]:x}"
 
     def _reserve_in_turn(self, nonce: str) -> bool:
         """The group's first rank first, so that others find its directory where they share it. Whether it was taken."""
-        taken = self._is_taken(nonce) if self.peers.rank == 0 else False
-        self.peers.largest(0)
-        return taken if self.peers.rank == 0 else self._is_taken(nonce)
+        taken = self._is_taken(nonce) if self.group.rank == 0 else False
+        self.group.largest(0)
+        return taken if self.group.rank == 0 else self._is_taken(nonce)
 
     def _is_taken(self, nonce: str) -> bool:
         if self.problems.lines:
@@ -159,7 +159,7 @@ class _Together:
         """Makes this rank's directory and looks who shares the dump's; False if no rank has any."""
         if self.path is not None and not self.problems.guard(f"no dump in {self.root}", self._make_rank_directory):
             self.path = None
-        table = self.peers.gather_numbers(self.request.rank, int(self.path is not None))
+        table = self.group.gather_numbers(self.request.rank, int(self.path is not None))
         self.ranks = [rank for rank, _ in table]
         self.sharing = self.problems.guard("ranks unknown", self._visible_ranks) or []
         return any(has_path for _, has_path in table)
@@ -182,7 +182,7 @@ class _Together:
         """What each rank is going to write, in bytes."""
         request = self.request
         state = tensor_bytes(shard.tensor for shard in request.state) if request.replica_index == 0 else 0
-        table = self.peers.gather_numbers(request.rank, files.size_bytes + state)
+        table = self.group.gather_numbers(request.rank, files.size_bytes + state)
         return {rank: size_bytes for rank, size_bytes in table}  # noqa: C416  # lists, which dict() takes but mypy does not
 
     def _lacks_space(self, sizes_bytes: dict[int, int]) -> bool:
@@ -192,13 +192,13 @@ class _Together:
         lacking = free is not None and free < needed
         if lacking:
             self.problems.add_lack(_lack(needed, free or 0, self.root))
-        (skip,) = self.peers.largest(int(lacking))
+        (skip,) = self.group.largest(int(lacking))
         return bool(skip)
 
     def _own_names(self) -> set[str]:
         """Names of pieces that this rank keeps itself: damaged ones and those that differ from replica 0's."""
         request = self.request
-        replicas, most = self.peers.largest(request.replica_index, len(request.state))
+        replicas, most = self.group.largest(request.replica_index, len(request.state))
         if replicas == 0 or most == 0:
             return set()
         rows = self.problems.guard(
@@ -209,7 +209,7 @@ class _Together:
             table[request.shard_index, : len(rows)] = torch.frombuffer(
                 bytearray(b"".join(rows)), dtype=torch.uint8
             ).view(-1, ROW_BYTES)
-        self.peers.reduce_tensor(table, dist.ReduceOp.SUM)
+        self.group.reduce_tensor(table, dist.ReduceOp.SUM)
         own = {shard.name for shard in request.state if shard.name in request.damaged}
         return own | self._differing_from(table[request.shard_index], rows or [])
 
@@ -226,13 +226,13 @@ class _Together:
         return own
 
     def _write_state(self, files: RankFiles, skip: bool) -> None:
-        (num_pieces,) = self.peers.largest(len(self.request.state))
+        (num_pieces,) = self.group.largest(len(self.request.state))
         if skip or num_pieces == 0:
             self.weights_problem = NO_SPACE if skip else "not asked for"
             return
         written: list[FileEntry] = []
         try:
-            written = save_state(self.request.state, self.path, self.request.rank, self.peers.group, files.tell)
+            written = save_state(self.request.state, self.path, self.request.rank, self.group.group, files.tell)
         except CheckpointException as error:
             self._state_failed(error, files)
         except RuntimeError as error:
@@ -246,7 +246,7 @@ class _Together:
         failures = {group_rank: failure for group_rank, (failure, _) in error.failures.items()}
         first = min(failures)
         self.weights_problem = f"rank {self.ranks[first]}: {reason(failures[first])}"
-        mine = failures.get(self.peers.rank)
+        mine = failures.get(self.group.rank)
         if mine is not None and not self.problems.lines:
             self.problems.note("state/ not written", mine)
         of_the_disk = any(isinstance(failure, OSError) for failure in failures.values())
@@ -273,7 +273,7 @@ class _Together:
     def _tell(self) -> Outcome:
         """Every rank's problems, on every rank."""
         more = [f"and {len(self.differing) - MAX_NAMES} more"] if len(self.differing) > MAX_NAMES else []
-        said = self.peers.gather_data(
+        said = self.group.gather_data(
             {
                 "problems": self.problems.lines,
                 "differ": self.differing[:MAX_NAMES] + more,
@@ -300,7 +300,7 @@ class _Together:
     def _finish(self, outcome: Outcome) -> DumpResult:
         late = Problems()
         final = late.guard("dump stays partial", lambda: self._make_final(outcome)) if self._leads else None
-        ends = self.peers.gather_data({"problems": late.lines, "number": [str(final.number)] if final else []})
+        ends = self.group.gather_data({"problems": late.lines, "number": [str(final.number)] if final else []})
         problems = outcome.problems or self._by_rank([end["problems"] for end in ends])
         path = self.path
         if self.path is not None:

@@ -54,7 +54,7 @@ def dump_request(context: GuardContext, record: StepRecord, findings: RankFindin
         report=report,
         rank=context.ranks.rank,
         world_size=context.ranks.world_size,
-        group=None if context.ranks.peers_lost else context.ranks.fault_group,
+        group=None if context.ranks.peers_lost else context.ranks.fault_group.group,
         config=context.config,
         wrapper=WrapperDescription.from_dict(context.wrapper.describe()),
         state=state,

@@ -92,7 +92,7 @@ def _run_all(context: GuardContext, request: DumpRequest, window: list[MicroBatc
     if live is None or why_not_replayable is not None:
         assert why_not_replayable is not None
         return _Own("not_run", why_not_replayable), SecondRun("not_run", {}, f"not rerun: {why_not_replayable}")
-    live.held.gather(context.ranks.fault_group)
+    live.held.gather(context.ranks.fault_group.group)
     own = _own(context, live)
     return own, _shared(context.ranks, own, request.report)
 
