@@ -85,11 +85,12 @@ class Guard(Watch):
 
     def pause(self) -> None:
         self.guard._monitor._hooks.remove()
+        self.guard._monitor._forward.remove()
         self.guard._context.remove_hooks()
 
     def resume(self) -> None:
         self.guard._monitor._forward.attach()
-        self.guard._monitor._hooks.hook_optimizers()
+        self.guard._monitor._hooks.put()
 
     def level(self) -> str:
         return self.guard._context.budget.level if self.options.get("budget") else ""

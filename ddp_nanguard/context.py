@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,8 @@ from .probes.state import StateProbe
 from .report.types import Phase
 from .wrappers import GradientWatch, Wrapper, compiled_modules
 from .wrappers.grad_scaler import WatchedScaler
+
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -83,6 +85,11 @@ class GuardContext:
         """The step that is running, for the fault path. Host sync: none."""
         numbers = list(self.state.hyper_parameters())
         return StepRecord(step, self.window, self.forward.calls, self.slots, numbers, self.scaler)
+
+    def timed(self, probe: Callable[..., _T], *args: Any) -> _T:
+        """Run a probe; it is timed in the few steps that `Budget` measures."""
+        meter = self.slots.meter
+        return probe(*args) if meter is None else meter.run(probe, *args)
 
     def keep_clean_step(self, step: int) -> None:
         """Put the slots of a clean step into the history.

@@ -145,7 +145,7 @@ class NanGuard:
     def _attach(self) -> None:
         context, monitor = self._context, self._monitor
         monitor.attach()
-        injection = follow_counter(context.wrapper.model, monitor, context.injection, context.ranks.rank)
+        injection = follow_counter(context.wrapper.model, monitor.counter, context.injection, context.ranks.rank)
         self._handles += [] if injection is None else [injection]
         self._exit = SingleRankExit(context, self._policy, monitor.last_record)
         watch_exit(self)
@@ -158,7 +158,7 @@ class NanGuard:
 
     def _unhook(self) -> None:
         """The model, the optimizers and the scaler as they were."""
-        unregister_counter(self._context.wrapper.root, self._monitor)
+        unregister_counter(self._context.wrapper.root, self._monitor.counter)
         self._monitor.close()
         for handle in self._handles:
             handle.remove()

@@ -33,12 +33,6 @@ class StepEvents(Protocol):
     def begin_micro_batch(self, batch: Any) -> Any:
         """The loader has produced an item; what is returned goes to the loop."""
 
-    def before_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The model is about to run."""
-
-    def after_model(self, output: Any) -> None:
-        """The model has run."""
-
     def is_inside_scaler(self) -> bool:
         """Whether ``scaler.step`` is running, whose entry has been judged."""
 
@@ -52,49 +46,75 @@ class StepEvents(Protocol):
         """The weights have changed."""
 
 
-class LoopHooks:
-    """Hooks around the whole model and around ``optimizer.step``.
+class ModelEvents(Protocol):
+    """What happens around the forward of the whole model."""
+
+    def before_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The model, wrapper included, is about to run."""
+
+    def after_model(self, output: Any) -> None:
+        """The model has run."""
+
+
+class ModelHooks:
+    """Hooks around the forward of the whole model, wrapper included.
 
     Args:
         events: told of what happens; held weakly by the hooks.
-        model: what the loop calls, wrapper included.
-        optimizers: of the loop.
+        model: what the loop calls.
     """
 
-    def __init__(self, events: StepEvents, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    def __init__(self, events: ModelEvents, model: nn.Module) -> None:
         self._events: Callable[[], Any] = weakref.ref(events)
         self._model = model
-        self._optimizers = optimizers
-        self._on_optimizers: list[Any] = []
-        self._on_model: list[Any] = []
+        self._handles: list[Any] = []
 
-    def hook_optimizers(self) -> None:
-        """Hooks before and after each ``step``."""
-        for optimizer in self._optimizers:
-            self._on_optimizers.append(optimizer.register_step_pre_hook(BeforeStepHook(self._events())))
-            self._on_optimizers.append(optimizer.register_step_post_hook(AfterStepHook(self._events())))
-
-    def hook_model(self, before_others: bool, sees_output: bool) -> None:
+    def put(self, before_others: bool, sees_output: bool) -> None:
         """A hook before the model and, where asked for, one after it; those that were there go.
 
         Args:
             before_others: put before the hooks that the model carries already.
             sees_output: whether its output is to be reported.
         """
-        for handle in self._on_model:
-            handle.remove()
+        self.remove()
         is_compiled = getattr(self._model, "_compiled_call_impl", None) is not None
         entry, leaving = (UncompiledEntryHook, UncompiledExitHook) if is_compiled else (EntryHook, ExitHook)
         register = self._model.register_forward_pre_hook
-        self._on_model = [register(entry(self._events()), with_kwargs=True, prepend=before_others)]
+        self._handles = [register(entry(self._events()), with_kwargs=True, prepend=before_others)]
         if sees_output:
-            self._on_model.append(self._model.register_forward_hook(leaving(self._events())))
+            self._handles.append(self._model.register_forward_hook(leaving(self._events())))
 
     def remove(self) -> None:
-        """Every hook off."""
-        for handle in (*self._on_optimizers, *self._on_model):
+        """Take them off; may be called again."""
+        for handle in self._handles:
             handle.remove()
-        self._on_optimizers, self._on_model = [], []
+        self._handles = []
+
+
+class OptimizerHooks:
+    """Hooks around ``optimizer.step``.
+
+    Args:
+        events: told of what happens; held weakly by the hooks.
+        optimizers: of the loop.
+    """
+
+    def __init__(self, events: StepEvents, optimizers: list[torch.optim.Optimizer]) -> None:
+        self._events: Callable[[], Any] = weakref.ref(events)
+        self._optimizers = optimizers
+        self._handles: list[Any] = []
+
+    def put(self) -> None:
+        """One before and one after each ``step``."""
+        for optimizer in self._optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(BeforeStepHook(self._events())))
+            self._handles.append(optimizer.register_step_post_hook(AfterStepHook(self._events())))
+
+    def remove(self) -> None:
+        """Take them off; may be called again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
 
 class Steps:
@@ -203,7 +223,7 @@ class CountHook(WeakHook):
         """The optimizer has stepped."""
         events = self.target()
         if events is not None:
-            events.count_step()
+            events.step += 1
 
 
 class _JudgedClosure:

@@ -112,13 +112,13 @@ def _monitored(rebuilt: Rebuilt) -> Iterator[_Run]:
     run = _Run(rebuilt, context, collector, StepMonitor(context, collector))
     model, root = context.wrapper.model, context.wrapper.root
     run.monitor.attach()
-    follow_counter(model, run.monitor, None, rebuilt.rank)
+    follow_counter(model, run.monitor.counter, None, rebuilt.rank)
     injections: list[Injection] = []
     try:
         injections, run.notes = _reinjected(rebuilt)
         yield run
     finally:
-        unregister_counter(root, run.monitor)
+        unregister_counter(root, run.monitor.counter)
         for injection in injections:
             injection.remove()
         run.monitor.release()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ddp_nanguard.context import GuardContext
-from ddp_nanguard.hooks.loop import LoopHooks
+from ddp_nanguard.hooks.loop import ModelHooks
 
 from .stage import ModelEntry
 
@@ -18,18 +18,16 @@ class ModelForward:
 
     Args:
         context: of the guard.
-        hooks: on the model; put on anew where the model is compiled later.
         at_model: called with the arguments of a forward in grad mode, before anything is kept of it.
     """
 
     def __init__(
         self,
         context: GuardContext,
-        hooks: LoopHooks,
         at_model: Callable[[tuple[Any, ...], dict[str, Any]], None],
     ) -> None:
         self._context = context
-        self._hooks = hooks
+        self._hooks = ModelHooks(self, context.wrapper.model)
         self._at_model = at_model
         self._entry = ModelEntry.NOT_YET
 
@@ -44,7 +42,7 @@ class ModelForward:
 
     def _hook_model(self) -> None:
         come_late = self._context.has_hooks or any(self._context.compiled)
-        self._hooks.hook_model(before_others=come_late, sees_output=self._context.root_is_traced)
+        self._hooks.put(before_others=come_late, sees_output=self._context.root_is_traced)
 
     def follow_compilation(self) -> None:
         """The model may be compiled between the making of the guard and the first step."""
@@ -60,8 +58,11 @@ class ModelForward:
         if not torch.is_grad_enabled():
             self._context.remove_hooks()
 
-    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The model, wrapper included, is about to run."""
+        self._context.timed(self._enter, args, kwargs)
+
+    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         context = self._context
         self.follow_compilation()
         if not torch.is_grad_enabled():
@@ -87,10 +88,15 @@ class ModelForward:
         context.window.snapshot_buffers(context.named_buffers())
         context.probe_initial_buffers()
 
-    def sees_output(self) -> bool:
-        """Whether the output has to be looked at here, since the root runs inside compiled code."""
+    def after_model(self, output: Any) -> None:
+        """The model has run. The output of a root that runs inside compiled code is looked at here."""
         context = self._context
-        return context.root_is_traced and context.watches_activations and torch.is_grad_enabled()
+        if context.root_is_traced and context.watches_activations and torch.is_grad_enabled():
+            context.timed(context.forward.probe_root_output, output)
+
+    def remove(self) -> None:
+        """Take the hooks around the model off."""
+        self._hooks.remove()
 
     def stand_in(self) -> None:
         """A micro-batch begins after a verdict: do what the model's entry would have done, if that is never seen."""

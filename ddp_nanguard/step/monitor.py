@@ -3,14 +3,12 @@
 It lets the probes look, asks all ranks for the verdict, and hands that to a `VerdictHandler`. It knows of no policy, no
 dump and no replay: a guard hands in what stops or skips (`fault.policy`), a replay what writes the verdict down.
 
-Read on in: `probes` (what is looked at, and where it is left), `distributed.verdict` (the one collective), `blame`
-(who did it).
+Read on in: `probes` (what is looked at), `distributed.verdict` (the one collective), `blame` (who did it).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,19 +18,18 @@ from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.context import GuardContext
 from ddp_nanguard.distributed.verdict import Verdict
 from ddp_nanguard.errors import NonFiniteError
-from ddp_nanguard.hooks.loop import LoopHooks
-from ddp_nanguard.inject.step_counter import BatchHook, LossHook
+from ddp_nanguard.hooks.loop import OptimizerHooks
 from ddp_nanguard.probes.coverage import HookCheck
 from ddp_nanguard.probes.severity import Severity, SeverityReducer
 from ddp_nanguard.probes.slots import SlotRole
 from ddp_nanguard.probes.sources import LossSource
 from ddp_nanguard.report.types import Phase
 
+from .counter import MonitorStepCounter
 from .deferred import DeferredVerdict
 from .forward import ModelForward
 from .stage import LastVerdict, StepStage
 
-_T = TypeVar("_T")
 _NO_BATCH = object()
 
 
@@ -47,7 +44,7 @@ class StepMonitor:
         step: number of the step that is running: verdicts so far, from ``first_step``.
         stage: where the loop is in it.
         has_unjudged_update: whether weights have changed since the last verdict, or one has not been read yet.
-        batch_hooks, loss_hooks: see `StepCounter`; empty but in a fire drill.
+        counter: tells steps to faults that are injected on purpose.
 
     Collective: one MAX all-reduce of 16 bytes per verdict. Host sync: one read per verdict.
     """
@@ -56,8 +53,8 @@ class StepMonitor:
         config = context.config
         self.step = config.first_step
         self.stage = StepStage.IDLE
-        self.batch_hooks: list[BatchHook] = []
-        self.loss_hooks: list[LossHook] = []
+        self.has_unjudged_update = False
+        self.counter = MonitorStepCounter(self)
         self._context = context
         self._handler = handler
         self._severity = SeverityReducer(
@@ -65,27 +62,32 @@ class StepMonitor:
         )
         self._deferred = DeferredVerdict(context) if config.verdict == "deferred" else None
         self._hook_check = HookCheck(context.forward, context.slots) if context.watches_activations else None
-        # - the loop
+        # - what the loop has done last
         self._batch: Any = _NO_BATCH
         self._last: LastVerdict | None = None
-        self.has_unjudged_update = False
-        self._hooks = LoopHooks(self, context.wrapper.model, context.optimizers)
-        self._forward = ModelForward(context, self._hooks, self._at_model)
+        # - hooks around the model and the optimizers; those on its modules belong to the probes
+        self._hooks = OptimizerHooks(self, context.optimizers)
+        self._forward = ModelForward(context, self._at_model)
 
     @property
     def is_watching(self) -> bool:
         """Whether anything is looked at; not so once it is closed."""
         return self.stage is not StepStage.CLOSED
 
+    @property
+    def is_judged(self) -> bool:
+        """Whether a verdict was given, and no backward has run since."""
+        return self._last is not None and self.stage is not StepStage.BACKWARD
+
     # -- 1. a micro-batch ----------------------------------------------------------------------------------------------
 
     def begin_micro_batch(self, batch: Any) -> Any:
         """The loader has produced an item; what is returned goes to the loop."""
         self._forward.follow_compilation()
-        for hook in self.batch_hooks:
+        for hook in self.counter.batch_hooks:
             batch = hook(batch, self.step, len(self._context.window.micro_batches))
         self._batch = batch
-        self._timed(self._open_micro_batch, batch)
+        self._context.timed(self._open_micro_batch, batch)
         if self._last is not None:
             self._forward.stand_in()
         return batch
@@ -105,9 +107,18 @@ class StepMonitor:
         """Whether a call of the model begins one: without a loader each call after a backward does."""
         return not self.has_open_window() or (not self.has_loader() and self._context.backward.ran)
 
+    def next_micro_batch(self) -> int:
+        """Index of the micro-batch that a call of the model would belong to."""
+        num_open = len(self._context.window.micro_batches)
+        return num_open if self._needs_micro_batch() else num_open - 1
+
     def has_open_window(self) -> bool:
-        """Whether a micro-batch is open."""
+        """Whether a micro-batch is open, that is, waits for its verdict."""
         return bool(self._context.window.micro_batches)
+
+    def has_loader(self) -> bool:
+        """Whether the loop takes its batches from ``guard.steps``."""
+        return self._batch is not _NO_BATCH
 
     # -- 2. the model is called ----------------------------------------------------------------------------------------
 
@@ -115,32 +126,23 @@ class StepMonitor:
         """The loop calls the guard, and the guard the model."""
         self._forward.before_call()
 
-    def before_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The model, wrapper included, is about to run."""
-        self._timed(self._forward.enter, args, kwargs)
-
     def _at_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A micro-batch begins here, unless the loader has begun one."""
         if self._needs_micro_batch():
             self._open_micro_batch(self._batch if self.has_loader() else {"args": args, "kwargs": kwargs})
 
-    def after_model(self, output: Any) -> None:
-        """The model has run."""
-        if self._forward.sees_output():
-            self._timed(self._context.forward.probe_root_output, output)
-
     # -- 3. the loss ---------------------------------------------------------------------------------------------------
 
     def watch_loss(self, name: str, value: Tensor) -> None:
         """A loss of the micro-batch. Host sync: none."""
-        self._timed(self._probe_loss, name, value)
+        self._context.timed(self._probe_loss, name, value)
 
     def _probe_loss(self, name: str, value: Tensor) -> None:
         context = self._context
         if not self.has_open_window():
             self._open_micro_batch(self._batch if self.has_loader() else None)
         micro_batch = context.window.micro_batches[-1]
-        for hook in self.loss_hooks:
+        for hook in self.counter.loss_hooks:
             hook(value, micro_batch.index)
         micro_batch.losses[name] = value.detach()
         if context.config.watches(Phase.LOSS):
@@ -153,11 +155,11 @@ class StepMonitor:
 
     def _on_local_backward_end(self) -> None:
         """Everything of this rank is computed, the wrapper's communication not yet done."""
-        self._timed(self._context.gradient.flush_pending)
+        self._context.timed(self._context.gradient.flush_pending)
 
     def _on_backward_end(self) -> None:
         """The wrapper's communication is done too."""
-        self._timed(self._after_backward)
+        self._context.timed(self._after_backward)
 
     def _after_backward(self) -> None:
         context = self._context
@@ -179,7 +181,7 @@ class StepMonitor:
     def before_update(self, optimizer: torch.optim.Optimizer) -> bool:
         """``optimizer.step`` is entered: may it go on? Optimizers that step after one backward share a verdict."""
         last = self._last
-        if last is not None and self.stage is not StepStage.BACKWARD and id(optimizer) not in last.optimizers:
+        if last is not None and self.is_judged and id(optimizer) not in last.optimizers:
             if last.error is not None:
                 raise last.error
             goes_on = last.goes_on
@@ -199,7 +201,7 @@ class StepMonitor:
 
     def _ask_all_ranks(self) -> Verdict:
         context, ran_backward = self._context, self.stage is StepStage.BACKWARD
-        severity = self._timed(self._own_severity)
+        severity = self._context.timed(self._own_severity)
         cost_ppm = context.budget.parts_per_million() if ran_backward else 0
         verdict = context.ranks.all_reduce_verdict(severity, ran_backward, cost_ppm)
         self.has_unjudged_update = False
@@ -221,7 +223,7 @@ class StepMonitor:
             return True
         self._last = last = LastVerdict()
         try:
-            decision = self._timed(self._handle, severity)
+            decision = self._context.timed(self._handle, severity)
         except NonFiniteError as error:
             last.error, last.goes_on = error.without_traceback(), False
             self._context.slots.discard()
@@ -292,7 +294,7 @@ class StepMonitor:
             self._deferred.restore_found_inf(optimizer, goes_on)
         if goes_on and self._context.config.watches(Phase.OPTIMIZER):
             with torch.no_grad():
-                self._timed(self._context.state.probe_update, optimizer)
+                self._context.timed(self._context.state.probe_update, optimizer)
             self.has_unjudged_update = True
         if self.stage is StepStage.JUDGED:
             self.stage = StepStage.UPDATED
@@ -314,26 +316,6 @@ class StepMonitor:
         self.step += 1
         self._context.budget.next_step()
 
-    # -- a step counter, for faults that are injected on purpose -------------------------------------------------------
-
-    def entering(self) -> tuple[int, int] | None:
-        """See `StepCounter`."""
-        if not self.is_watching:
-            return None
-        num_open = len(self._context.window.micro_batches)
-        return self.step, num_open if self._needs_micro_batch() else num_open - 1
-
-    def updating(self) -> int | None:
-        """See `StepCounter`. The verdict may have been given already: for a scaler, `check` or another optimizer."""
-        if not self.is_watching:
-            return None
-        is_judged = self._last is not None and self.stage is not StepStage.BACKWARD
-        return self.step - is_judged
-
-    def has_loader(self) -> bool:
-        """Whether the loop takes its batches from ``guard.steps``."""
-        return self._batch is not _NO_BATCH
-
     # -- on and off ----------------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
@@ -343,7 +325,7 @@ class StepMonitor:
         context.backward.on_local_end = self._on_local_backward_end
         context.backward.on_end = self._on_backward_end
         self._forward.attach()
-        self._hooks.hook_optimizers()
+        self._hooks.put()
         if context.scaler is not None:
             context.scaler.watch(self.before_update)
 
@@ -351,17 +333,13 @@ class StepMonitor:
         """Whether ``scaler.step`` is running, whose entry has been judged."""
         return self._context.scaler is not None and self._context.scaler.is_inside
 
-    def _timed(self, probe: Callable[..., _T], *args: Any) -> _T:
-        """Probes are timed in the few steps that `Budget` measures."""
-        meter = self._context.slots.meter
-        return probe(*args) if meter is None else meter.run(probe, *args)
-
     def close(self) -> None:
         """The model, the optimizers and the scaler as they were. Collective: none. May be called again."""
         if self.stage is StepStage.CLOSED:
             return
         self.stage = StepStage.CLOSED
         self._hooks.remove()
+        self._forward.remove()
         self._context.unhook()
 
     def release(self) -> None:
@@ -370,7 +348,3 @@ class StepMonitor:
         del self._context, self._handler, self._severity, self._deferred, self._hook_check, self._hooks
         del self._forward
         del self._batch, self._last
-
-    def count_step(self) -> None:
-        """A step of a loop that is not watched."""
-        self.step += 1
