@@ -18,6 +18,12 @@ ALLOWED_NEW = {".pytest_cache", ".hypothesis", ".mypy_cache", ".ruff_cache", "__
 NOT_OURS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_")  # pytest and torch set these themselves
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    """As in the ranks: a second thread makes an operator on a few numbers slower, by far where cores are busy."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def _seeds() -> None:
     random.seed(0)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ddp_nanguard import NanGuard, NonFiniteError, Recipe
 from ddp_nanguard.diagnosis.diagnose import Diagnosis, diagnose
 from ddp_nanguard.replay.session import Session, open_session
+from tests.training import Loop
 
 RECIPE = f"{__name__}:recipe"
 N, WIDTH = 6, 4
@@ -23,8 +24,8 @@ N, WIDTH = 6, 4
 
 
 @dataclass
-class Job:
-    """A training of few steps that ends in a fault.
+class Training:
+    """A training of few steps that ends in a fault, and that its dump can be replayed with.
 
     Attributes:
         build: the model.
@@ -46,64 +47,59 @@ class Job:
     scaler: Callable[[], Any] = lambda: None
     before_update: Callable[[Any, Any, int], object] = lambda model, optimizer, index: None
 
+    def built(self) -> nn.Module:
+        """The same weights each time, without a trace in the global random state."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            return self.build()
 
-_job: list[Job] = []
+
+_latest: list[Training] = []
 
 
 def recipe() -> Recipe:
-    """Of the job that was trained last."""
-    job = _job[-1]
-    return Recipe(_built(job), job.step, job.optimizer)
+    """Of the training that `replay_with` was given last."""
+    training = _latest[-1]
+    return Recipe(training.built(), training.step, training.optimizer)
 
 
-def _built(job: Job) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        return job.build()
+def replay_with(training: Training) -> None:
+    """From now on `recipe` rebuilds this training."""
+    _latest[:] = [training]
 
 
-def trained(job: Job, directory: Path) -> str:
+def trained(training: Training, directory: Path) -> str:
     """The path of the dump."""
-    _job[:] = [job]
-    model, scaler = _built(job), job.scaler()
-    optimizer = job.optimizer(model.parameters())
-    options = {"dump_dir": str(directory), "replay": RECIPE, **job.options}
+    replay_with(training)
+    model, scaler = training.built(), training.scaler()
+    optimizer = training.optimizer(model.parameters())
+    options = {"dump_dir": str(directory), "replay": RECIPE, **training.options}
     guard = NanGuard(model, optimizer, scaler=scaler, **options)
+    loop = Loop(model, optimizer, training.step, guard=guard, scaler=scaler, accumulation=training.accumulation)
+    loop.before_update = lambda index: training.before_update(model, optimizer, index)
     with contextlib.closing(guard):
-        try:
-            _train(job, guard, model, optimizer, scaler)
-            guard.check()
-        except NonFiniteError as error:
-            return str(error.report.dump_path)
-    raise AssertionError("no fault")
+        error = loop.until_fault(list(training.batches)) or _late(guard)
+    assert error is not None, "no fault"
+    return str(error.report.dump_path)
 
 
-def _train(job: Job, guard: Any, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
-    for index, batch in enumerate(guard.steps(list(job.batches))):
-        losses = job.step(guard, batch)
-        guard.watch(loss=losses)
-        total = sum(losses.values()) if isinstance(losses, dict) else losses
-        assert isinstance(total, Tensor)
-        (total if scaler is None else scaler.scale(total)).backward()
-        if (index + 1) % job.accumulation:
-            continue
-        job.before_update(model, optimizer, index)
-        if scaler is None:
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
-            scaler.update()
-        model.zero_grad()
+def _late(guard: NanGuard) -> NonFiniteError | None:
+    """A bad update is seen in the next verdict."""
+    try:
+        guard.check()
+    except NonFiniteError as error:
+        return error
+    return None
 
 
-def session_of(job: Job, directory: Path) -> Session:
-    """The job trained into its fault, ready to be replayed."""
-    return open_session([trained(job, directory)], None, None, "cpu")
+def session_of(training: Training, directory: Path) -> Session:
+    """The training run into its fault, ready to be replayed."""
+    return open_session([trained(training, directory)], None, None, "cpu")
 
 
-def diagnosed(job: Job, directory: Path) -> Diagnosis:
-    """The job trained into its fault, replayed, traced and explained."""
-    session = session_of(job, directory)
+def diagnosed(training: Training, directory: Path) -> Diagnosis:
+    """The training run into its fault, replayed, traced and explained."""
+    session = session_of(training, directory)
     return diagnose(session, session.plain())
 
 
@@ -115,8 +111,7 @@ def marked(module: ModuleType, name: str) -> int:
     return found[0]
 
 
-# -- a model and its batches
-# ---------------------------------------------------------------------------------------------------
+# -- a model and its batches -------------------------------------------------------------------------------------------
 
 
 class Body(nn.Module):
@@ -145,12 +140,12 @@ def batch(**more: Any) -> dict[str, Any]:
         return {"x": torch.randn(N, WIDTH), **more}
 
 
-def inline_code(function: Callable[[Tensor], Tensor], **more: Any) -> Job:
-    return Job(body(function), square, [batch()], **more)
+def inline_code(function: Callable[[Tensor], Tensor], **more: Any) -> Training:
+    return Training(body(function), square, [batch()], **more)
 
 
-def of_loss(loss: Callable[[Tensor, dict[str, Any]], Any], **more: Any) -> Job:
+def of_loss(loss: Callable[[Tensor, dict[str, Any]], Any], **more: Any) -> Training:
     def step(model: Any, items: dict[str, Any]) -> Any:
         return loss(model(items["x"]), items)
 
-    return Job(body(torch.tanh), step, [batch(**more)])
+    return Training(body(torch.tanh), step, [batch(**more)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from math import nan
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from ddp_nanguard.capture.rng import capture
 from ddp_nanguard.capture.window import MicroBatch
 from ddp_nanguard.config import GuardConfig
-from ddp_nanguard.dump import DumpRequest
+from ddp_nanguard.dump import DumpRequest, write_dump
 from ddp_nanguard.dump.manifest import settings
 from ddp_nanguard.dump.rank_records import Device, RankEvidence
 from ddp_nanguard.dump.records import WrapperDescription
@@ -90,3 +91,23 @@ def request(dump_dir: Any, *, rank: int = 0, world_size: int = 1, step: int = 7,
     }
     config = GuardConfig(**options)
     return DumpRequest(rank=rank, world_size=world_size, group=group, config=config, **{**defaults, **changes})
+
+
+def dumped(root, **kwargs):
+    """One rank's part in a dump of a replicated model."""
+    return write_dump(request(root, **kwargs))
+
+
+def files_below(root):
+    return sorted(str(path.relative_to(root)) for path in Path(root).rglob("*") if path.is_file())
+
+
+def replicated(rank, world_size, root, own_value, damaged=()):
+    """One rank's part in a dump of equal replicas, of which the last may have an element of its own."""
+    weight = torch.arange(6.0).reshape(2, 3)
+    if own_value is not None and rank == world_size - 1:
+        weight[1, 1] = own_value
+    state = [TensorShard.whole("model.w", weight), TensorShard.whole("model.same", torch.ones(4))]
+    state.append(TensorShard.whole("optim.0.w.step", torch.tensor(3.0)))
+    wanted = request(root, rank=rank, world_size=world_size, state=state, damaged=set(damaged))
+    return write_dump(wanted)

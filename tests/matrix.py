@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.faults import Fault
-from tests.training import STATE_BUFFER, STATE_PARAMETER, UPDATED_PARAMETER, Job
+from tests.training import WRAPPERS, Job
+from tests.training.jobs import STATE_BUFFER, STATE_PARAMETER, UPDATED_PARAMETER
 
 FAULT_STEP = 1
 
@@ -56,7 +57,7 @@ EVERYWHERE = (
     *("input", "parameter", "buffer", "optimizer_state", "gate.forward", "loss.forward", "weight.backward", "reduce"),
     *("lr", "update"),
 )
-"""Places that are crossed with ranks and accumulation; the others run once per wrapper."""
+"""Places that are crossed with ranks and accumulation; the others have one cell per wrapper."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,16 @@ class Cell:
 
     @property
     def is_exhaustive(self) -> bool:
-        """Whether a crossed cell is left to a run of everything: each rank comes with one accumulation otherwise."""
-        return self.place in EVERYWHERE and (self.rank == 0) == (self.num_micro_batches == 3)
+        """Whether a crossed cell is left to a run of everything.
+
+        Otherwise a place comes once per wrapper: on the first rank without accumulation, on the last one with it, from
+        place to place and from wrapper to wrapper in turn. What is crossed with nothing comes with DDP and FSDP2.
+        """
+        if self.place not in EVERYWHERE:
+            return self.wrapper in ("plain", "fsdp1")
+        turn = (WRAPPERS.index(self.wrapper) + EVERYWHERE.index(self.place)) % 2
+        is_first = turn == 0 or (self.wrapper, self.place) == ("ddp", "buffer")  # of which rank 1 has no cell
+        return (self.rank, self.num_micro_batches) != ((0, 1) if is_first else (1, 3))
 
     @property
     def fault(self) -> Fault:
@@ -136,7 +145,6 @@ def exists(cell: Cell) -> bool:
 
 
 def cells_of(wrapper: str, place: str) -> list[Cell]:
-    """All cells that run in one launch."""
     if place in EVERYWHERE:
         crossed = [Cell(wrapper, place, rank, count) for rank in (0, 1) for count in (1, 3)]
     else:
@@ -147,5 +155,9 @@ def cells_of(wrapper: str, place: str) -> list[Cell]:
 
 
 def all_cells() -> list[Cell]:
-    wrappers = ("plain", "ddp", "fsdp1", "fsdp2")
-    return [cell for wrapper in wrappers for place in EXPECTED for cell in cells_of(wrapper, place)]
+    return [cell for wrapper in WRAPPERS for place in EXPECTED for cell in cells_of(wrapper, place)]
+
+
+def usual_cell(wrapper: str, place: str) -> Cell:
+    """The cell of a place that every run has."""
+    return next(cell for cell in cells_of(wrapper, place) if not cell.is_exhaustive)

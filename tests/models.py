@@ -149,7 +149,7 @@ def fading_recipe() -> Any:
 def half_hook_recipe() -> Any:
     """For the reduce fault under DDP: gradients are summed in half precision."""
     from ddp_nanguard import Recipe
-    from tests.training import wrap_ddp_with_half_hook
+    from tests.training.jobs import wrap_ddp_with_half_hook
 
     return Recipe(model=build_model(), step=_changed_step, optimizer=build_optimizer, wrap=wrap_ddp_with_half_hook)
 

@@ -31,6 +31,9 @@ PRELOAD = [
     "torch",
     "torch.distributed",
     "torch._dynamo",  # the first DistributedDataParallel(...) imports it: 1-3 s in every process otherwise
+    "torch._dynamo.backends.debugging",  # likewise the first compilation, of this and the next two
+    "torch._functorch.aot_autograd",
+    "torch._inductor.compile_fx",
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
     "numpy",

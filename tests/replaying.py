@@ -45,7 +45,7 @@ def replay_alone(dumps: list[str], env: dict[str, str] | None = None, *options: 
 def _alone(rank: int, world_size: int, dumps: list[str], options: list[str]) -> Replayed:
     from ddp_nanguard.cli.main import main
 
-    return _captured(lambda: main(["replay", dumps[rank], "--json", *options]))
+    return captured(lambda: main(["replay", dumps[rank], "--json", *options]))
 
 
 def replay_on_all_ranks(dump: str, world_size: int, *options: str) -> list[Replayed]:
@@ -67,10 +67,10 @@ def _together(rank: int, world_size: int, arguments: list[str]) -> Replayed:
 
     for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", world_size)):
         os.environ[name] = str(value)
-    return _captured(lambda: main(["replay", *arguments]))
+    return captured(lambda: main(["replay", *arguments]))
 
 
-def _captured(run: Any) -> Replayed:
+def captured(run: Any) -> Replayed:
     stdout = io.StringIO()
     with contextlib.redirect_stdout(stdout):
         try:

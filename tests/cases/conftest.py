@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.cases.harness import Launch, launched
 from tests.cases.not_here import GROUPS, NOT_HERE, id_of
 
 HERE = "tests/cases/"
@@ -43,6 +44,12 @@ def _counts(group: str, outcomes: dict[str, set[str]]) -> list[int]:
         sum("xfailed" in found for found in mine),
         sum(name.startswith(group) for name in NOT_HERE),
     ]
+
+
+@pytest.fixture(scope="module")
+def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    """How the cases of the test's module ended, in one launch."""
+    return launched(request.module, tmp_path_factory.mktemp("cases"))
 
 
 @pytest.fixture(autouse=True)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -22,11 +21,11 @@ from ddp_nanguard import NanGuard, NonFiniteError
 from ddp_nanguard.diagnosis.diagnose import Diagnosis, diagnose
 from ddp_nanguard.replay.session import open_session
 from tests import diagnosing
-from tests.diagnosing import RECIPE, Body, Job, marked, square
+from tests.cases.parts import NAN
+from tests.diagnosing import RECIPE, Body, Training, marked, replay_with, square
 from tests.ranks import run_ranks
-
-NAN, INF = float("nan"), float("inf")
-N, WIDTH = diagnosing.N, diagnosing.WIDTH
+from tests.training import Loop, listening
+from tests.training.loop import summed
 
 
 @dataclass
@@ -64,8 +63,15 @@ class Case:
     before: Callable[[nn.Module, Any, int, int], object] = lambda model, optimizer, rank, index: None
     before_update: Callable[[nn.Module, Any, int, int], object] = lambda model, optimizer, rank, index: None
     register: Callable[[nn.Module], dict[str, Any]] = lambda model: {}
-    total: Callable[[Any], Tensor] = lambda losses: sum(losses.values()) if isinstance(losses, dict) else losses
+    total: Callable[[Any], Tensor] = summed
     finite: bool = True
+
+    def training(self, rank: int) -> Training:
+        """What one rank trains, and what its dump is replayed with."""
+        batches = (self.batch(rank, index) for index in range(self.batches))
+        return Training(
+            self.build, self.step, batches, self.accumulation, self.optimizer, self.options, scaler=self.scaler
+        )
 
 
 @dataclass
@@ -120,27 +126,19 @@ def run_cases(rank: int, world_size: int, module: str, names: list[str], directo
 
 
 def _run_case(rank: int, case: Case, directory: str) -> Ended:
-    ended, log = Ended(), _Log()
-    logging.getLogger("ddp_nanguard").addHandler(log)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        plain = case.build()
-    model, scaler = wrapped(plain, case.wrap), case.scaler()
-    optimizer = case.optimizer(model.parameters())
-    options = {"dump_dir": directory, "timeout_s": 10.0, "replay": RECIPE, **case.options}
-    guard = NanGuard(model, optimizer, scaler=scaler, **options)
-    guard.register(**case.register(model))
-    try:
-        _train(rank, case, guard, model, optimizer, scaler, ended)
-    except NonFiniteError as error:
-        ended.report, ended.text, ended.steps = error.report.to_dict(), str(error), error.report.step
-    else:
-        ended.steps = guard.step
-    with contextlib.suppress(NonFiniteError):
-        guard.close()
-    logging.getLogger("ddp_nanguard").removeHandler(log)
+    training = case.training(rank)
+    model, scaler = wrapped(training.built(), case.wrap), training.scaler()
+    optimizer = training.optimizer(model.parameters())
+    options = {"dump_dir": directory, "timeout_s": 10.0, "replay": RECIPE, **training.options}
+    with listening() as log:
+        guard = NanGuard(model, optimizer, scaler=scaler, **options)
+        guard.register(**case.register(model))
+        loop = Loop(model, optimizer, training.step, guard, scaler, training.accumulation, total=case.total)
+        ended = _trained(rank, case, loop, list(training.batches))
+        with contextlib.suppress(NonFiniteError):
+            guard.close()
     ended.finite = all(bool(t.isfinite().all()) for t in [*_local(model), *model.buffers()] if t.is_floating_point())
-    ended.log, ended.scale = log.lines, scaler.get_scale() if scaler is not None else 0.0
+    ended.log, ended.scale = log, scaler.get_scale() if scaler is not None else 0.0
     return ended
 
 
@@ -152,46 +150,34 @@ def wrapped(model: nn.Module, how: str | Callable[[nn.Module], nn.Module]) -> nn
     return DistributedDataParallel(model) if how == "ddp" else model
 
 
-def _train(rank: int, case: Case, guard: Any, model: nn.Module, optimizer: Any, scaler: Any, ended: Ended) -> None:
-    batches = [case.batch(rank, index) for index in range(case.batches)]
-    before = [tensor.clone() for tensor in _local(model)]
+def _trained(rank: int, case: Case, loop: Loop, batches: Iterable[Any]) -> Ended:
+    ended, model = Ended(), loop.model
+    before = _bits(model)
+
+    def look_before_update(index: int) -> None:
+        nonlocal before
+        case.before_update(model, loop.optimizer, rank, index)
+        before = _bits(model)
+
+    loop.before_batch = lambda index, batch: case.before(model, loop.optimizer, rank, index)
+    loop.before_update = look_before_update
+    loop.on_losses = lambda losses: ended.losses.append(float(case.total(losses).detach()))
     try:
-        for index, items in enumerate(guard.steps(batches)):
-            case.before(model, optimizer, rank, index)
-            losses = case.step(guard, items)
-            guard.watch(loss=losses)
-            total = case.total(losses)
-            ended.losses.append(float(total.detach()))
-            (total if scaler is None else scaler.scale(total)).backward()
-            if (index + 1) % case.accumulation:
-                continue
-            case.before_update(model, optimizer, rank, index)
-            before = [tensor.clone() for tensor in _local(model)]
-            if scaler is None:
-                optimizer.step()
-            else:
-                scaler.step(optimizer)
-                scaler.update()
-            optimizer.zero_grad()
-        guard.check()
-    finally:
-        ended.unchanged = all(
-            torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
-            for a, b in zip(before, _local(model), strict=True)
-        )
+        loop.run(batches)
+        loop.guard.check()
+    except NonFiniteError as error:
+        ended.report, ended.text = error.report.to_dict(), str(error)
+    ended.steps = loop.guard.step if ended.report is None else ended.report["step"]
+    ended.unchanged = all(torch.equal(a, b) for a, b in zip(before, _bits(model), strict=True))
+    return ended
+
+
+def _bits(model: nn.Module) -> list[Tensor]:
+    return [tensor.clone().reshape(-1).view(torch.uint8) for tensor in _local(model)]
 
 
 def _local(model: nn.Module) -> list[Tensor]:
     return [getattr(p, "_local_tensor", p).detach().contiguous() for p in model.parameters()]
-
-
-class _Log(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 # -- in the test -------------------------------------------------------------------------------------------------------
@@ -203,45 +189,72 @@ def each(cases: dict[str, Case], wrong: dict[str, str] | None = None) -> pytest.
     return pytest.mark.parametrize("name", [pytest.param(name, id=name, marks=marks.get(name, [])) for name in cases])
 
 
-Launch = dict[str, list[Ended]]
+@dataclass
+class Launch:
+    """All cases of a module, after one launch of two ranks.
+
+    Attributes:
+        module: where the cases are.
+        ended: per case, how it ended on each rank.
+    """
+
+    module: ModuleType
+    ended: dict[str, list[Ended]]
+
+    def __getitem__(self, name: str) -> list[Ended]:
+        return self.ended[name]
+
+    def report(self, name: str) -> dict[str, Any]:
+        """The report of a case that has stopped."""
+        report = self.ended[name][0].report
+        assert report is not None, f"{name}: nothing stopped"
+        return report
+
+    def check(self, name: str) -> None:
+        """Both ranks say the same, and it is what the case expects."""
+        case = self.module.CASES[name]
+        if case.origin is None:
+            _check_quiet(case, self.ended[name])
+            return
+        _check_stopped(case, self.report(name), self.ended[name])
+        if case.reason is not None:
+            check_reason(self.module, case.reason, self.diagnosed(name))
+
+    def diagnosed(self, name: str, rank: int | None = None) -> Diagnosis:
+        """The case's dump, replayed, traced and explained in this process."""
+        return diagnosed_dump(self.module.CASES[name], self.report(name)["dump_path"], rank)
 
 
-def launched(module: str, cases: dict[str, Case], directory: Path) -> Launch:
+def launched(module: ModuleType, directory: Path) -> Launch:
     """All cases of a module in one launch of two ranks."""
-    names = list(cases)
-    ranks = run_ranks(run_cases, timeout_s=50, module=module, names=names, directory=str(directory))
-    return {name: [rank[index] for rank in ranks] for index, name in enumerate(names)}
+    names = list(module.CASES)
+    ranks = run_ranks(run_cases, timeout_s=50, module=module.__name__, names=names, directory=str(directory))
+    return Launch(module, {name: [rank[index] for rank in ranks] for index, name in enumerate(names)})
 
 
-def check(module: ModuleType, name: str, case: Case, ended: list[Ended]) -> None:
-    """Both ranks say the same, and it is what the case expects."""
-    if case.origin is None:
-        for rank in ended:
-            assert rank.report is None, rank.text
-            assert rank.steps == case.batches // case.accumulation
-            assert rank.finite or not case.finite
-        return
+def _check_quiet(case: Case, ended: list[Ended]) -> None:
+    for rank in ended:
+        assert rank.report is None, rank.text
+        assert rank.steps == case.batches // case.accumulation
+        assert rank.finite or not case.finite
+
+
+def _check_stopped(case: Case, report: dict[str, Any], ended: list[Ended]) -> None:
     first, second = ended
-    assert first.report is not None and second.report is not None, f"{name}: nothing stopped"
+    assert second.report is not None and case.origin is not None
     assert first.text == second.text
-    assert first.report["origin"] == second.report["origin"]
+    assert report["origin"] == second.report["origin"]
     assert first.steps == second.steps
     expected = dict(case.origin)
-    inline_code, state = expected.pop("inline_code", None), expected.pop("state", None)
-    assert {key: first.report["origin"][key] for key in expected} == expected, first.text
-    if inline_code is not None:
-        assert first.report["origin"]["inline_code"] == inline_code, first.text
-    if state is not None:
-        assert first.report["nonfinite_state"] == state
-    if expected["phase"] != "optimizer":
-        assert first.unchanged and second.unchanged
-    if case.reason is not None:
-        check_reason(module, case.reason, diagnosed_dump(case, first.report["dump_path"]))
+    state = expected.pop("state", None)
+    assert {key: report["origin"][key] for key in expected} == expected, first.text
+    assert state is None or report["nonfinite_state"] == state
+    assert expected["phase"] == "optimizer" or (first.unchanged and second.unchanged)
 
 
 def diagnosed_dump(case: Case, dump: str, rank: int | None = None) -> Diagnosis:
     """One rank's dump, replayed, traced and explained in this process."""
-    diagnosing._job[:] = [Job(case.build, case.step, [], optimizer=case.optimizer)]
+    replay_with(case.training(rank or 0))  # of which the dump has the batches
     session = open_session([dump], rank, None, "cpu")
     return diagnose(session, session.plain())
 
@@ -270,64 +283,3 @@ def train_alone(guard: Any, optimizer: Any, step: Callable[[Any, Any], Tensor], 
         step(guard, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-# -- a model and a step that take the whole batch ----------------------------------------------------------------------
-
-
-class ValidatedArgs(nn.Module):
-    """Two layers with a function of the case's between them, which also gets the batch."""
-
-    def __init__(self, inline_code: Callable[[Tensor, dict[str, Any]], Tensor]) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
-        self.inline_code = inline_code
-
-    def forward(self, batch: dict[str, Any]) -> Tensor:
-        return self.b(self.inline_code(self.a(batch["x"]), batch))  # type: ignore[no-any-return]  # modules return Any
-
-
-def given(inline_code: Callable[[Tensor, dict[str, Any]], Tensor]) -> Callable[[], nn.Module]:
-    return lambda: ValidatedArgs(inline_code)
-
-
-def of_batch(model: Any, batch: Any) -> Tensor:
-    return model(batch).square().mean()  # type: ignore[no-any-return]
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3))
-
-
-class _SpoiltGradient(torch.autograd.Function):
-    """The gradient divided by a number of the batch: 0 spoils all of it, or one column."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, divisor: Tensor, column: int | None) -> Tensor:
-        ctx.divisor, ctx.column = divisor, column
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (gradient,) = gradients
-        if ctx.column is None:
-            return gradient / ctx.divisor, None, None
-        gradient = gradient.clone()
-        gradient[:, ctx.column] /= ctx.divisor
-        return gradient, None, None
-
-
-def spoilt_gradient(values: Tensor, divisor: Tensor, column: int | None = None) -> Tensor:
-    return _SpoiltGradient.apply(values, divisor, column)  # type: ignore[no-any-return, no-untyped-call]  # torch's own
-
-
-class BadWeight(nn.Module):
-    """A layer whose weight's gradient alone is bad where the batch's "g" is 0."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
-
-    def forward(self, batch: dict[str, Any]) -> Tensor:
-        hidden = nn.functional.linear(batch["x"], spoilt_gradient(self.a.weight, batch["g"]), self.a.bias)
-        return self.b(hidden)  # type: ignore[no-any-return]  # modules return Any

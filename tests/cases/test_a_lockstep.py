@@ -18,23 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_nanguard import NanGuard, NonFiniteError
 from ddp_nanguard.distributed import group
 from ddp_nanguard.dump.read import open_dump
-from tests.cases.harness import (
-    NAN,
-    WIDTH,
-    BadWeight,
-    Case,
-    Launch,
-    batch_of,
-    check,
-    diagnosed_dump,
-    each,
-    flagged,
-    given,
-    launched,
-    mlp,
-    of_batch,
-    spoilt_gradient,
-)
+from tests.cases.harness import Case, Launch, batch_of, diagnosed_dump, each, flagged
+from tests.cases.parts import NAN, WIDTH, BadWeight, given, mlp, of_batch, spoilt_gradient
 from tests.ranks import run_ranks, run_ranks_raw
 
 THIS = sys.modules[__name__]
@@ -130,14 +115,9 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    return launched(__name__, CASES, tmp_path_factory.mktemp("a"))
-
-
 @each(CASES)
 def test_case(name: str, ended: Launch) -> None:
-    check(THIS, name, CASES[name], ended[name])
+    ended.check(name)
 
 
 def test_A01_rank_0_sees_nothing_itself(ended: Launch) -> None:
@@ -162,8 +142,7 @@ def test_A08_the_message_names_the_step(ended: Launch) -> None:
 
 def test_A16_every_rank_left_its_part(ended: Launch) -> None:
     """https://github.com/pytorch/pytorch/issues/77562."""
-    report = ended["A16 sharded weights"][0].report
-    assert report is not None
+    report = ended.report("A16 sharded weights")
     dump = open_dump([report["dump_path"]])
     assert list(dump.ranks) == [0, 1]
     assert dump.manifest.weights.complete
@@ -172,8 +151,7 @@ def test_A16_every_rank_left_its_part(ended: Launch) -> None:
 def test_A17_a_missing_rank_is_tolerated(ended: Launch, tmp_path: Path) -> None:
     """https://github.com/huggingface/accelerate/pull/4105."""
     name = "A01 NaN on rank 1, rank 0's loss is finite"
-    report = ended[name][0].report
-    assert report is not None
+    report = ended.report(name)
     dump = shutil.copytree(report["dump_path"], tmp_path / Path(report["dump_path"]).name)
     shutil.rmtree(dump / "rank-00000")
     assert list(open_dump([str(dump)]).ranks) == [1]

@@ -13,24 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_nanguard.distributed import group, verdict
-from tests.cases.harness import (
-    NAN,
-    WIDTH,
-    BadWeight,
-    Case,
-    Launch,
-    batch_of,
-    check,
-    diagnosed_dump,
-    each,
-    flagged,
-    given,
-    launched,
-    mlp,
-    of_batch,
-    spoilt_gradient,
-)
-from tests.training import wrap_ddp_with_half_hook
+from tests.cases.harness import Case, Launch, batch_of, each, flagged
+from tests.cases.parts import NAN, WIDTH, BadWeight, given, mlp, of_batch, spoilt_gradient
+from tests.training.jobs import wrap_ddp_with_half_hook
 
 THIS = sys.modules[__name__]
 
@@ -203,14 +188,9 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    return launched(__name__, CASES, tmp_path_factory.mktemp("b"))
-
-
 @each({name: case for name, case in CASES.items() if name not in COLLAPSING})
 def test_case(name: str, ended: Launch) -> None:
-    check(THIS, name, CASES[name], ended[name])
+    ended.check(name)
 
 
 @each(COLLAPSING)
@@ -219,7 +199,7 @@ def test_a_scale_that_collapses(name: str, ended: Launch) -> None:
         assert rank.report is not None and rank.report["cause"].startswith("scale collapse"), rank.text
         assert rank.finite and rank.unchanged
         assert rank.report["step"] == (2 if name.startswith("B01") else 3)
-    reason = diagnosed_dump(CASES[name], rank.report["dump_path"]).reason
+    reason = ended.diagnosed(name).reason
     assert reason.kind == "scale collapse"
 
 
@@ -267,7 +247,7 @@ def test_B07_the_flag_is_read_after_it_has_come(monkeypatch: pytest.MonkeyPatch)
 
 def test_B14_nobody_began_it(ended: Launch) -> None:
     """https://github.com/pytorch/pytorch/pull/59522."""
-    report = ended["B14 finite on every rank"][0].report
-    assert report is not None and report["holders"] == [0, 1]
-    reason = diagnosed_dump(CASES["B14 finite on every rank"], report["dump_path"]).reason
+    report = ended.report("B14 finite on every rank")
+    assert report["holders"] == [0, 1]
+    reason = ended.diagnosed("B14 finite on every rank").reason
     assert reason.kind == "overflow in the reduce" and "every rank's gradient was finite" in reason.sentence

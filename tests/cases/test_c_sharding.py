@@ -12,25 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from ddp_nanguard import NanGuard
 from ddp_nanguard.dump.read import open_dump
-from tests.cases.harness import (
-    NAN,
-    WIDTH,
-    BadWeight,
-    Case,
-    Launch,
-    ValidatedArgs,
-    batch_of,
-    check,
-    check_reason,
-    diagnosed_dump,
-    each,
-    flagged,
-    given,
-    launched,
-    mlp,
-    of_batch,
-    spoilt_gradient,
-)
+from tests.cases.harness import Case, Launch, batch_of, check_reason, each, flagged
+from tests.cases.parts import NAN, WIDTH, BadWeight, ValidatedArgs, given, mlp, of_batch, spoilt_gradient
 from tests.ranks import run_ranks
 
 THIS = sys.modules[__name__]
@@ -157,45 +140,35 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    return launched(__name__, CASES, tmp_path_factory.mktemp("c"))
-
-
 @each(CASES)
 def test_case(name: str, ended: Launch) -> None:
-    check(THIS, name, CASES[name], ended[name])
+    ended.check(name)
 
 
 def test_C01_the_operator_that_met_the_weight(ended: Launch) -> None:
     """https://github.com/Lightning-AI/pytorch-lightning/pull/17627."""
-    name = "C01 a norm that nobody initialised"
-    report = ended[name][0].report
-    assert report is not None
-    found = diagnosed_dump(CASES[name], report["dump_path"])
+    found = ended.diagnosed("C01 a norm that nobody initialised")
     assert found.reason.sentence == "1.weight held NaN before any training"
     check_reason(THIS, ("aten.native_layer_norm.default", "step", "state"), found)
 
 
 def test_C02_only_rank_1(ended: Launch) -> None:
     """https://github.com/huggingface/transformers/pull/45649."""
-    report = ended["C02 a tensor that rank 1 never got"][0].report
-    assert report is not None
+    report = ended.report("C02 a tensor that rank 1 never got")
     assert {site["rank"] for site in report["sites"] if site["phase"] == "state"} == {1}
 
 
 def test_C05_the_report_can_be_compared(ended: Launch) -> None:
     """https://github.com/Lightricks/LTX-2/issues/114."""
-    report = ended["C05 the wrapper's settings"][0].report
-    assert report is not None and report["wrapper"] == "fsdp2"
+    report = ended.report("C05 the wrapper's settings")
+    assert report["wrapper"] == "fsdp2"
     described = str(open_dump([report["dump_path"]]).manifest.wrapper_description.details)
     assert "bfloat16" in described and "float32" in described, described
 
 
 def test_C13_the_steps_before_are_in_the_history(ended: Launch) -> None:
     """https://github.com/pytorch/torchtitan/issues/3109."""
-    report = ended["C13 a scale from the local shard"][0].report
-    assert report is not None
+    report = ended.report("C13 a scale from the local shard")
     history = open_dump([report["dump_path"]]).history(1)
     assert {0, 1, 2} <= {int(step) for step in history["steps"]}
 

@@ -13,22 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests import diagnosing
-from tests.cases.harness import (
-    INF,
-    NAN,
-    WIDTH,
-    Case,
-    Launch,
-    N,
-    ValidatedArgs,
-    batch_of,
-    check,
-    each,
-    flagged,
-    given,
-    launched,
-    of_batch,
-)
+from tests.cases.harness import Case, Launch, batch_of, each, flagged
+from tests.cases.parts import INF, NAN, WIDTH, N, ValidatedArgs, given, of_batch
 
 THIS = sys.modules[__name__]
 FORWARD = {"rank": 1, "step": 1, "phase": "forward", "kind": "nan"}
@@ -268,15 +254,10 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    return launched(__name__, CASES, tmp_path_factory.mktemp("d"))
-
-
 @pytest.mark.filterwarnings("ignore:var")
 @each(CASES)
 def test_case(name: str, ended: Launch) -> None:
-    check(THIS, name, CASES[name], ended[name])
+    ended.check(name)
 
 
 def test_D07_the_loss_alone_is_a_warning_with_on_loss(ended: Launch) -> None:
@@ -309,7 +290,7 @@ class Unwritten(diagnosing.Body):
 
 def test_D17_memory_that_nobody_wrote(tmp_path: Path) -> None:
     """https://github.com/Dao-AILab/flash-attention/issues/1947."""
-    job = diagnosing.Job(lambda: Unwritten(torch.tanh), diagnosing.square, [diagnosing.batch()])
+    job = diagnosing.Training(lambda: Unwritten(torch.tanh), diagnosing.square, [diagnosing.batch()])
     found = diagnosing.diagnosed(job, tmp_path)
     assert found.reason.kind == "uninitialised memory"
     assert (

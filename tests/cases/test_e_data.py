@@ -5,24 +5,12 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.cases.harness import (
-    NAN,
-    Case,
-    Launch,
-    N,
-    batch_of,
-    check,
-    diagnosed_dump,
-    each,
-    flagged,
-    launched,
-    mlp,
-)
+from tests.cases.harness import Case, Launch, batch_of, each, flagged
+from tests.cases.parts import NAN, N, mlp
 
 THIS = sys.modules[__name__]
 BAD_X = {"rank": 1, "step": 1, "phase": "input", "layer": None, "call": None, "slot": '["x"]', "kind": "nan"}
@@ -106,32 +94,21 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    return launched(__name__, CASES, tmp_path_factory.mktemp("e"))
-
-
 @each(CASES)
 def test_case(name: str, ended: Launch) -> None:
-    check(THIS, name, CASES[name], ended[name])
-
-
-def _explained(name: str, ended: Launch) -> Any:
-    report = ended[name][0].report
-    assert report is not None
-    return diagnosed_dump(CASES[name], report["dump_path"])
+    ended.check(name)
 
 
 def test_E01_the_place_in_the_batch(ended: Launch) -> None:
     """https://github.com/prs-eth/Marigold/issues/111."""
-    reason = _explained("E01 a pixel of rank 1", ended).reason
+    reason = ended.diagnosed("E01 a pixel of rank 1").reason
     assert reason.sentence == 'batch["x"] holds NaN, sample 3'
     assert 'batch["x"][3, 1]' in reason.evidence[0]
 
 
 def test_E02_the_names_of_the_samples(ended: Launch) -> None:
     """https://github.com/dusty-nv/jetson-inference/issues/1629."""
-    evidence = _explained("E02 samples with names", ended).reason.evidence
+    evidence = ended.diagnosed("E02 samples with names").reason.evidence
     assert any("r1-103.png" in line for line in evidence) and not any("r1-102.png" in line for line in evidence)
 
 
@@ -144,5 +121,5 @@ def test_E05_a_loss_without_damage_names_no_layer(ended: Launch) -> None:
 
 def test_E06_the_micro_batch_is_kept(ended: Launch) -> None:
     """https://github.com/facebookresearch/mmf/issues/893."""
-    traced = _explained("E06 micro-batch 2 of 4", ended).traced
+    traced = ended.diagnosed("E06 micro-batch 2 of 4").traced
     assert traced is not None and traced.micro_batch == 2

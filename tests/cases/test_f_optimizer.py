@@ -14,21 +14,8 @@ from torch import Tensor, nn
 from ddp_nanguard import NanGuard, NonFiniteError
 from ddp_nanguard.dump.read import open_dump
 from ddp_nanguard.errors import DumpError
-from tests.cases.harness import (
-    NAN,
-    Case,
-    Launch,
-    batch_of,
-    check,
-    copied,
-    each,
-    flagged,
-    given,
-    launched,
-    mlp,
-    of_batch,
-    spoilt_gradient,
-)
+from tests.cases.harness import Case, Launch, batch_of, copied, each, flagged
+from tests.cases.parts import NAN, given, mlp, of_batch, spoilt_gradient
 from tests.faults import FadingSGD
 
 THIS = sys.modules[__name__]
@@ -146,22 +133,17 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    return launched(__name__, CASES, tmp_path_factory.mktemp("f"))
-
-
 @pytest.mark.filterwarnings("ignore")
 @each(CASES)
 def test_case(name: str, ended: Launch) -> None:
-    check(THIS, name, CASES[name], ended[name])
+    ended.check(name)
 
 
 def test_F01_the_weights_of_before_are_put_back(ended: Launch) -> None:
     """https://github.com/afiaka87/glide-finetune/issues/5."""
     assert all(rank.finite for rank in ended["F01 with the weights of before"])
-    report = ended["F01 eps is zero in half precision"][0].report
-    assert report is not None and "net.0.weight" in report["nonfinite_state"]
+    report = ended.report("F01 eps is zero in half precision")
+    assert "net.0.weight" in report["nonfinite_state"]
 
 
 def test_F02_every_rank_has_the_bad_rate(ended: Launch) -> None:
@@ -202,8 +184,7 @@ def test_F07_checkpoints_of_before_the_fault_stay(tmp_path: Path) -> None:
 
 def test_F08_a_dump_knows_when_it_is_damaged(ended: Launch, tmp_path: Path) -> None:
     """https://github.com/NVIDIA/Megatron-LM/issues/5281."""
-    report = ended["F08 a bad moment in what was restored"][0].report
-    assert report is not None
+    report = ended.report("F08 a bad moment in what was restored")
     dump = copied(report["dump_path"], tmp_path / "step-00000000")
     assert all(entry.blake2b for entry in open_dump(dump, verify=False).manifest.files)
     path = dump / "rank-00001" / "window.safetensors"

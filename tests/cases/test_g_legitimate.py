@@ -11,23 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.cases.harness import (
-    INF,
-    NAN,
-    WIDTH,
-    Case,
-    Launch,
-    N,
-    ValidatedArgs,
-    batch_of,
-    check,
-    each,
-    flagged,
-    given,
-    launched,
-    mlp,
-    of_batch,
-)
+from tests.cases.harness import Case, Launch, batch_of, each, flagged
+from tests.cases.parts import INF, NAN, WIDTH, N, ValidatedArgs, given, mlp, of_batch
 
 THIS = sys.modules[__name__]
 
@@ -186,14 +171,9 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    return launched(__name__, CASES, tmp_path_factory.mktemp("g"))
-
-
 @each(CASES)
 def test_case(name: str, ended: Launch) -> None:
-    check(THIS, name, CASES[name], ended[name])
+    ended.check(name)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, id=name) for name, case in CASES.items() if case.origin is None])

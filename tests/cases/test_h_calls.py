@@ -17,23 +17,8 @@ from ddp_nanguard import NanGuard, NonFiniteError
 from ddp_nanguard.diagnosis.diagnose import Diagnosis
 from ddp_nanguard.replay.outcome import EAGER_NOW
 from tests import diagnosing
-from tests.cases.harness import (
-    INF,
-    WIDTH,
-    Case,
-    Launch,
-    ValidatedArgs,
-    batch_of,
-    check,
-    check_reason,
-    each,
-    flagged,
-    launched,
-    mlp,
-    of_batch,
-    spoilt_gradient,
-    train_alone,
-)
+from tests.cases.harness import Case, Launch, batch_of, check_reason, each, flagged, train_alone
+from tests.cases.parts import INF, WIDTH, ValidatedArgs, mlp, of_batch, spoilt_gradient
 from tests.counting import counting
 
 THIS = sys.modules[__name__]
@@ -129,14 +114,9 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    return launched(__name__, CASES, tmp_path_factory.mktemp("h"))
-
-
 @each(CASES)
 def test_case(name: str, ended: Launch) -> None:
-    check(THIS, name, CASES[name], ended[name])
+    ended.check(name)
 
 
 def test_H01_hooks_that_come_after_the_compiled_call(tmp_path: Path) -> None:
@@ -168,7 +148,7 @@ def _miscompiled(directory: Path, is_in_replay: bool) -> Diagnosis:
             model.compile(backend=miscompiled)
         return model
 
-    job = diagnosing.Job(build, diagnosing.square, [diagnosing.batch()])
+    job = diagnosing.Training(build, diagnosing.square, [diagnosing.batch()])
     return diagnosing.diagnosed(job, directory)
 
 
@@ -233,7 +213,7 @@ class Once(ValidatedArgs):
 def test_H03_bad_only_when_it_is_recomputed(tmp_path: Path) -> None:
     """https://github.com/pytorch/pytorch/issues/81296: no forward is blamed that was finite."""
     Once.runs = 0
-    job = diagnosing.Job(lambda: Once(lambda h, batch: h), of_batch, [diagnosing.batch(g=torch.tensor(1.0))])
+    job = diagnosing.Training(lambda: Once(lambda h, batch: h), of_batch, [diagnosing.batch(g=torch.tensor(1.0))])
     session = diagnosing.session_of(job, tmp_path)
     origin = session.dump.report.origin
     assert origin is not None and str(origin.phase) == "backward"
@@ -241,13 +221,13 @@ def test_H03_bad_only_when_it_is_recomputed(tmp_path: Path) -> None:
 
 def test_H08_execution_order_decides(tmp_path: Path) -> None:
     """https://github.com/pytorch/pytorch/issues/81296: registered late, run early."""
-    job = diagnosing.Job(Twice, of_batch, [diagnosing.batch(g=torch.tensor(0.0))])
+    job = diagnosing.Training(Twice, of_batch, [diagnosing.batch(g=torch.tensor(0.0))])
     check_reason(THIS, ("aten.div.Tensor", "H08", "division by zero"), diagnosing.diagnosed(job, tmp_path))
 
 
 def test_H04_local_gradients_under_no_sync(tmp_path: Path) -> None:
     """https://github.com/espnet/espnet/pull/3283: the bad gradient of the first of two micro-batches is named."""
-    job = diagnosing.Job(lambda: ValidatedArgs(lambda h, batch: spoilt_gradient(h, batch["g"])), of_batch, [])
+    job = diagnosing.Training(lambda: ValidatedArgs(lambda h, batch: spoilt_gradient(h, batch["g"])), of_batch, [])
     job.batches = [diagnosing.batch(g=torch.tensor(g)) for g in (0.0, 1.0)]
     job.accumulation = 2
     origin = diagnosing.session_of(job, tmp_path).dump.report.origin

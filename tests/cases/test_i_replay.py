@@ -19,20 +19,9 @@ from ddp_nanguard.diagnosis import experiments
 from ddp_nanguard.dump.read import open_dump
 from ddp_nanguard.replay.outcome import EXIT_CODES, Outcome
 from tests import diagnosing
-from tests.cases.harness import (
-    NAN,
-    WIDTH,
-    Case,
-    Launch,
-    ValidatedArgs,
-    batch_of,
-    check,
-    each,
-    flagged,
-    launched,
-    of_batch,
-)
-from tests.diagnosing import Job, batch, inline_code, session_of
+from tests.cases.harness import Case, Launch, batch_of, each, flagged
+from tests.cases.parts import NAN, WIDTH, ValidatedArgs, of_batch
+from tests.diagnosing import Training, batch, inline_code, session_of
 
 THIS = sys.modules[__name__]
 
@@ -67,14 +56,9 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    return launched(__name__, CASES, tmp_path_factory.mktemp("i"))
-
-
 @each(CASES)
 def test_case(name: str, ended: Launch) -> None:
-    check(THIS, name, CASES[name], ended[name])
+    ended.check(name)
 
 
 def test_I05_the_bits_of_rank_1_come_again_alone(ended: Launch) -> None:
@@ -82,9 +66,8 @@ def test_I05_the_bits_of_rank_1_come_again_alone(ended: Launch) -> None:
     from ddp_nanguard.replay.session import open_session
 
     (case,) = CASES.values()
-    report = next(iter(ended.values()))[0].report
-    assert report is not None
-    diagnosing._job[:] = [Job(case.build, case.step, [])]
+    report = ended.report(next(iter(CASES)))
+    diagnosing.replay_with(case.training(1))
     for rank in (0, 1):
         result = open_session([report["dump_path"]], rank, None, "cpu").plain()
         assert result.num_slots > 0 and result.num_same == result.num_slots, (rank, result)
@@ -160,7 +143,7 @@ def test_I04_a_stream_of_another_device_is_told() -> None:
 def test_I07_the_state_is_that_of_before_the_forward(tmp_path: Path) -> None:
     """https://github.com/Lightning-AI/pytorch-lightning/pull/14384: of each micro-batch of a window."""
     batches = [batch(g=torch.tensor(1.0)), batch(g=torch.tensor(1.0)), batch(g=torch.tensor(0.0))]
-    session = session_of(Job(Dropped, of_batch, batches, accumulation=3), tmp_path)
+    session = session_of(Training(Dropped, of_batch, batches, accumulation=3), tmp_path)
     result = session.plain()
     assert result.outcome is Outcome.SAME
     assert result.num_same == result.num_slots > 0 and all(result.losses.values())
@@ -180,7 +163,7 @@ class Faulty(diagnosing.Body):
 
 def test_I09_bad_hardware(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """https://github.com/pytorch/torchtitan/issues/951."""
-    session = session_of(Job(lambda: Faulty(torch.tanh), diagnosing.square, [batch()]), tmp_path)
+    session = session_of(Training(lambda: Faulty(torch.tanh), diagnosing.square, [batch()]), tmp_path)
     monkeypatch.setattr(Faulty, "broken", False)
     result = session.plain()
     assert result.outcome is Outcome.NOT_REPRODUCED
@@ -209,7 +192,7 @@ def test_I12_a_step_that_edits_its_batch(copies: bool, tmp_path: Path) -> None:
     """https://github.com/huggingface/lerobot/pull/323."""
     items = [batch(labels=torch.tensor(NAN))]
     session = session_of(
-        Job(lambda: diagnosing.Body(torch.tanh), editing, items, options={"copy_batch": copies}), tmp_path
+        Training(lambda: diagnosing.Body(torch.tanh), editing, items, options={"copy_batch": copies}), tmp_path
     )
     (kept,) = session.dump.window(0)
     assert "labels" in kept.batch, "the container is copied in any case"
@@ -223,7 +206,7 @@ def test_I12_a_step_that_edits_its_batch(copies: bool, tmp_path: Path) -> None:
 
 def test_I12_nothing_changed_in_place_is_not_claimed(tmp_path: Path) -> None:
     """https://github.com/huggingface/lerobot/pull/323."""
-    result = session_of(Job(lambda: ValidatedArgs(zero), of_batch, [batch(g=torch.zeros(()))]), tmp_path).plain()
+    result = session_of(Training(lambda: ValidatedArgs(zero), of_batch, [batch(g=torch.zeros(()))]), tmp_path).plain()
     assert not any("in place" in line for line in [*result.notes, *result.differs, result.reason])
 
 

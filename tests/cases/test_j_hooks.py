@@ -18,23 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_nanguard import NanGuard, NonFiniteError
 from ddp_nanguard.tensors import minmax as scan
 from tests import diagnosing
-from tests.cases.harness import (
-    INF,
-    NAN,
-    WIDTH,
-    Case,
-    Launch,
-    ValidatedArgs,
-    batch_of,
-    check,
-    each,
-    flagged,
-    launched,
-    mlp,
-    of_batch,
-    spoilt_gradient,
-    train_alone,
-)
+from tests.cases.harness import Case, Launch, batch_of, each, flagged, train_alone
+from tests.cases.parts import INF, NAN, WIDTH, ValidatedArgs, mlp, of_batch, spoilt_gradient
 from tests.counting import counting
 
 THIS = sys.modules[__name__]
@@ -177,20 +162,14 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    return launched(__name__, CASES, tmp_path_factory.mktemp("j"))
-
-
 @each(CASES)
 def test_case(name: str, ended: Launch) -> None:
-    check(THIS, name, CASES[name], ended[name])
+    ended.check(name)
 
 
 def test_J05_what_is_compiled_has_its_plain_names(ended: Launch) -> None:
     """https://github.com/pytorch/pytorch/issues/111648."""
-    report = ended["J05 compiled, then DDP"][0].report
-    assert report is not None
+    report = ended.report("J05 compiled, then DDP")
     assert report["unchecked"] == []
     named = {site["layer"] for site in report["sites"]}
     assert {"block", "block.gate", "block.module_list"} <= named

@@ -45,12 +45,12 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
 
 
-def torchrun(script: Path, *arguments: str, num_ranks: int = 2) -> Launch:
-    """Runs a script under torchrun with a log file per worker."""
+def torchrun(*script: str, num_ranks: int = 2) -> Launch:
+    """Runs a script, or ``-m`` and a module, with its arguments under torchrun, with a log file per worker."""
     with tempfile.TemporaryDirectory(prefix="torchrun-") as logs:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
         command += ["--max-restarts=0", f"--log-dir={logs}", "--redirects=3", "--monitor-interval=0.05"]
-        command += [str(script), *arguments]
+        command += script
         job = subprocess.run(
             command, env=environment(), capture_output=True, text=True, timeout=LAUNCH_TIMEOUT_S, check=False
         )
@@ -78,11 +78,11 @@ def messages_of(texts: list[str]) -> list[str | None]:
 
 
 def clean_exit(out: Path) -> Launch:
-    return torchrun(EXAMPLE, "--steps=3", f"--out={out}")
+    return torchrun(str(EXAMPLE), "--steps=3", f"--out={out}")
 
 
 def faulty_exit(out: Path) -> Launch:
-    return torchrun(EXAMPLE, f"--out={out}")
+    return torchrun(str(EXAMPLE), f"--out={out}")
 
 
 def is_clean(launch: Launch) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.exits import EXAMPLE, environment
+from tests.e2e.command import command
+from tests.e2e.exits import EXAMPLE
+from tests.replaying import Replayed
 
 DISABLED = """
 import torch
@@ -24,9 +25,8 @@ while True:
 HANGS = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
 
 
-def _drill(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ddp_nanguard", "drill", *arguments]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=110, check=False)
+def _drill(*arguments: str) -> Replayed:
+    return command("drill", *arguments, timeout_s=110)
 
 
 def _table(output: str) -> dict[str, str]:
@@ -37,8 +37,8 @@ def _table(output: str) -> dict[str, str]:
 def test_every_promise_holds_for_the_example(tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     ended = _drill("--timeout=90", f"--out={tmp_path}", "--layer=blocks.0", "--", *launch, str(EXAMPLE), "--steps=8")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert _table(ended.stdout) == {
+    assert ended.code == 0, ended.output
+    assert _table(ended.output) == {
         "stopped": "ok",
         "the fault was planted": "ok",
         "every worker's exit code": "ok",
@@ -48,22 +48,22 @@ def test_every_promise_holds_for_the_example(tmp_path: Path) -> None:
         "the replay is the same": "ok",
         "no process left": "ok",
     }
-    assert "rank 1 · step 2 · forward · blocks.0\n" in ended.stdout
-    assert ended.stdout.splitlines()[-1] == "drill: all 8 promises hold"
+    assert "rank 1 · step 2 · forward · blocks.0\n" in ended.output
+    assert ended.output.splitlines()[-1] == "drill: all 8 promises hold"
 
 
 def test_a_guard_that_is_off_fails_the_drill(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(DISABLED)
     ended = _drill("--timeout=60", f"--out={tmp_path}", "--", sys.executable, str(script))
-    assert ended.returncode == 1, ended.stdout + ended.stderr
-    assert _table(ended.stdout) == {"stopped": "FAILED", "the fault was planted": "FAILED", "no process left": "ok"}
-    assert "NOT planted: the guard has enabled=False" in ended.stdout
-    assert ended.stdout.splitlines()[-1].startswith("drill: FAILED: 2 of 3 promises: forward: stopped; forward: the f")
+    assert ended.code == 1, ended.output
+    assert _table(ended.output) == {"stopped": "FAILED", "the fault was planted": "FAILED", "no process left": "ok"}
+    assert "NOT planted: the guard has enabled=False" in ended.output
+    assert ended.output.splitlines()[-1].startswith("drill: FAILED: 2 of 3 promises: forward: stopped; forward: the f")
 
 
 def test_a_job_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
     ended = _drill("--timeout=1", f"--out={tmp_path}", "--", sys.executable, "-c", HANGS)
-    assert ended.returncode == 1
-    assert "HANGS, or is slow: no end within 1 s; killed with its children" in ended.stdout
-    assert "no sign of a guard: the job builds no NanGuard" in ended.stdout
+    assert ended.code == 1
+    assert "HANGS, or is slow: no end within 1 s; killed with its children" in ended.output
+    assert "no sign of a guard: the job builds no NanGuard" in ended.output

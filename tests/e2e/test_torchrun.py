@@ -10,18 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.command import command, replay_launch
 from tests.e2e.exits import REPOSITORY, clean_exit, environment, faulty_exit, is_clean, is_faulty, torchrun
-
-
-def _cli(*arguments: str, timeout_s: float = 90) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ddp_nanguard", *arguments]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=timeout_s, check=False)
+from tests.replaying import replay_on_all_ranks
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
     out = tmp_path_factory.mktemp("demo")
-    return _cli("demo", "--wrapper", "ddp", "--out", str(out)), out / "nan_dumps"
+    line = [sys.executable, "-m", "ddp_nanguard", "demo", "--wrapper", "ddp", "--out", str(out)]
+    ended = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=90, check=False)
+    return ended, out / "nan_dumps"
 
 
 @pytest.mark.timeout(120)  # the demo itself is allowed 90 s
@@ -44,10 +43,10 @@ def test_the_readme_shows_the_real_message(demo: tuple[subprocess.CompletedProce
 def test_the_dump_is_listed_and_shown(demo: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     _, dumps = demo
     (dump,) = dumps.glob("step-*")
-    listed = _cli("list", str(dumps))
-    assert listed.returncode == 0
-    assert dump.name.removeprefix("step-").lstrip("0") in listed.stdout
-    shown = json.loads(_cli("show", str(dump), "--json").stdout)
+    listed = command("list", str(dumps))
+    assert listed.code == 0
+    assert dump.name.removeprefix("step-").lstrip("0") in listed.output
+    shown = command("show", str(dump), "--json").outcome
     assert shown == {name: json.loads((dump / "manifest.json").read_text())[name] for name in shown}
     assert (shown["origin"]["phase"], shown["origin"]["slot"], shown["origin"]["kind"]) == ("loss", "loss", "nan")
 
@@ -55,10 +54,10 @@ def test_the_dump_is_listed_and_shown(demo: tuple[subprocess.CompletedProcess[st
 def test_the_trace_is_that_of_the_readme(demo: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     _, dumps = demo
     (dump,) = dumps.glob("step-*")
-    traced = _cli("replay", str(dump), "--trace")
-    assert traced.returncode == 0, traced.stderr
+    traced = command("replay", str(dump), "--trace")
+    assert traced.code == 0, traced.output
     (shown,) = re.findall(r"```text\n(    examples.*?)```", (REPOSITORY / "README.md").read_text(), flags=re.DOTALL)
-    squeezed = " ".join(traced.stdout.replace(f"{REPOSITORY}/", "").split())
+    squeezed = " ".join(traced.output.replace(f"{REPOSITORY}/", "").split())
     for line in shown.splitlines():
         assert " ".join(line.split()) in squeezed
 
@@ -66,15 +65,25 @@ def test_the_trace_is_that_of_the_readme(demo: tuple[subprocess.CompletedProcess
 def test_one_sample_is_enough(demo: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     _, dumps = demo
     (dump,) = dumps.glob("step-*")
-    minimized = json.loads(_cli("replay", str(dump), "--minimize", "--json").stdout)["experiments"]["--minimize"]
+    minimized = command("replay", str(dump), "--minimize", "--json").outcome["experiments"]["--minimize"]
     assert minimized["failed"]
     assert minimized["text"].startswith("1 of 56 samples still fail")
 
 
 def test_the_dump_replays_on_all_ranks(demo: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    """As torchrun starts it, without the seconds that torchrun and two times torch take to load."""
     _, dumps = demo
     (dump,) = dumps.glob("step-*")
-    launch = torchrun(REPOSITORY / "launch" / "replay.py", str(dump))
+    first, second = replay_on_all_ranks(str(dump), 2)
+    assert (first.code, first.outcome["outcome"]) == (0, "same"), first
+    assert (second.code, second.output) == (0, ""), second
+
+
+@pytest.mark.exhaustive
+def test_so_it_does_under_torchrun(demo: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    _, dumps = demo
+    (dump,) = dumps.glob("step-*")
+    launch = torchrun("-m", "ddp_nanguard", "replay", str(dump))
     assert launch.code == 0, launch.summary
     outcomes = [line for line in launch.texts[0].splitlines() if line.startswith("{")]
     assert json.loads(outcomes[-1])["outcome"] == "same"
@@ -83,15 +92,19 @@ def test_the_dump_replays_on_all_ranks(demo: tuple[subprocess.CompletedProcess[s
 def test_a_wrong_number_of_ranks_is_refused(demo: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     _, dumps = demo
     (dump,) = dumps.glob("step-*")
-    launch = torchrun(REPOSITORY / "launch" / "replay.py", str(dump), num_ranks=1)
-    assert launch.worker_codes == {0: 2}
-    assert "2" in launch.texts[0]
-    assert "Traceback" not in launch.texts[0]
+    for ended in replay_launch(str(dump), world_size=3):
+        assert ended.value == 2, ended.describe()
+        assert "is of 2 ranks, 3 were started" in ended.output
+        assert "Traceback" not in ended.output
 
 
-def test_exits_in_a_row(tmp_path: Path) -> None:
-    """One of each here; ``python -m tests.e2e.exits`` does twenty of each."""
+def test_a_clean_run_ends_with_code_0(tmp_path: Path) -> None:
+    """``python -m tests.e2e.exits`` does twenty of each kind."""
     clean = clean_exit(tmp_path / "clean")
     assert is_clean(clean), clean
+
+
+@pytest.mark.exhaustive  # the demo has shown code and text of every worker
+def test_a_faulty_run_ends_with_code_65_and_one_text_on_all_ranks(tmp_path: Path) -> None:
     faulty = faulty_exit(tmp_path / "faulty")
     assert is_faulty(faulty), faulty

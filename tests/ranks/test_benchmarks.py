@@ -32,6 +32,7 @@ def test_a_deferred_verdict_is_not_waited_for() -> None:
         assert (found.collective_bytes, found.host_reads, found.waits) == ([16], 1, 0), found
 
 
+@pytest.mark.exhaustive  # `test_compiled` has the same, of more models
 def test_a_guard_adds_no_graph_no_break_and_no_recompilation() -> None:
     cases = [(Case("mlp", "ddp", "whole", "aot_eager"), "sync")]
     for (found,) in run_ranks(_count, cases=cases, timeout_s=50):

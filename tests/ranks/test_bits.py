@@ -27,10 +27,10 @@ def test_twenty_steps_are_identical_with_the_guard_on_and_off(wrapper: str) -> N
     guarded_jobs = _jobs(wrapper)
     guarded_jobs += [dataclasses.replace(guarded_jobs[1], options={"keep_previous": True, "copy_batch": True})]
     guarded = run_ranks(run_jobs, jobs=guarded_jobs, timeout_s=50)
-    unguarded_jobs = [dataclasses.replace(job, guarded=False, options={}) for job in guarded_jobs]
+    unguarded_jobs = [dataclasses.replace(job, guarded=False) for job in guarded_jobs[:-1]]
     unguarded = run_ranks(run_jobs, jobs=unguarded_jobs, timeout_s=50)
     for rank in range(2):
-        for job, on, off in zip(guarded_jobs, guarded[rank], unguarded[rank], strict=True):
+        for job, on, off in zip(guarded_jobs, guarded[rank], [*unguarded[rank], unguarded[rank][1]], strict=True):
             assert on.error is None
             assert len(on.losses) == NUM_STEPS * job.num_micro_batches
             assert on == off, f"{job} differs on rank {rank}"

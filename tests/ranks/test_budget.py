@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_nanguard import NanGuard, NonFiniteError
+from ddp_nanguard import NanGuard
 from ddp_nanguard.probes import budget
 from ddp_nanguard.probes.slots import SlotBuffer
 from tests.ranks import run_ranks
 from tests.replaying import replay_alone
+from tests.training import Loop, listening
 
 FAULT_STEP = 40
 
@@ -71,10 +71,6 @@ def test_outermost_blocks_are_those_that_the_root_calls() -> None:
 def _trained(rank: int, world_size: int, limit: float | None, slow_s: float, dump_dir: str | None) -> Any:
     """Steps of 50 ms; on rank 1 each probe takes ``slow_s`` longer while a step is measured."""
     budget.WARM_UP, budget.MEASURED = 4, 3
-    logged: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ddp_nanguard").addHandler(handler)
     reduce = SlotBuffer.reduce
 
     def slowed(self: SlotBuffer, *args: Any) -> int | None:
@@ -87,20 +83,14 @@ def _trained(rank: int, world_size: int, limit: float | None, slow_s: float, dum
     model = DistributedDataParallel(Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     options = {"budget": limit, "dump_dir": dump_dir, "replay": f"{__name__}:recipe"}
-    guard = NanGuard(model, optimizer, **options)
-    levels, error = [], None
+    levels: list[int] = []
     batches = [torch.full((2, 8), float("inf") if (step, rank) == (FAULT_STEP, 1) else 1.0) for step in range(50)]
-    try:
-        for batch in guard.steps(batches):
-            time.sleep(0.05 if guard._context.slots.meter is not None else 0.0)
-            loss = trained_step(model, batch)
-            guard.watch(loss=loss)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            levels.append(guard._context.budget.level_index)
-    except NonFiniteError as caught:
-        error = caught
+    with listening() as logged:
+        guard = NanGuard(model, optimizer, **options)
+        loop = Loop(model, optimizer, trained_step, guard=guard, call=model)
+        loop.before_batch = lambda *_: time.sleep(0.05 if guard._context.slots.meter is not None else 0.0)
+        loop.after_update = lambda _: levels.append(guard._context.budget.level_index)
+        error = loop.until_fault(batches)
     assert error is not None
     said = [line for line in logged if line.startswith("budget=")]
     weights = [parameter.detach().clone() for parameter in model.parameters()]

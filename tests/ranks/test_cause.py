@@ -7,7 +7,7 @@ from typing import Any
 from ddp_nanguard.fault import cause
 from tests.faults import Fault
 from tests.ranks import run_ranks
-from tests.training import Job, Record, _end_record, build, train_steps
+from tests.training import Job, Record, build, end_record, train_steps
 
 
 def _fail(known: Any) -> None:
@@ -22,7 +22,7 @@ def _trained(job: Job, rank: int, fails: bool = False) -> Record:
     cause.reason_of = _fail if fails else cause.reason_of  # this process is the test's own
     run = build(job, rank)
     train_steps(run)
-    _end_record(run)
+    end_record(run)
     return run.record
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from ddp_nanguard.replay.recipe import Recipe
 from tests.counting import counting
 from tests.ranks import run_ranks, run_ranks_raw
 from tests.replaying import replay_alone
+from tests.training import Loop
 
 ACCUMULATION, STEPS, FAULT = 2, 6, 3
 OPTIMIZERS: dict[str, Any] = {
@@ -61,8 +61,8 @@ def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def trained(rank: int, kind: str, optimizer_name: str, faulty: bool, scaled: bool = False, **options: Any) -> Any:
-    """Bits before and after each step, and the error."""
-    torch.manual_seed(rank if kind == "never" else 0)
+    """Bits before and after each step, what was told, and the bits after that."""
+    torch.manual_seed(0)
     net = Net()
     model: nn.Module = DistributedDataParallel(net) if kind == "ddp" else (fully_shard(net) if kind == "fsdp2" else net)
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
@@ -70,36 +70,29 @@ def trained(rank: int, kind: str, optimizer_name: str, faulty: bool, scaled: boo
     guard = None
     if options:
         guard = NanGuard(model, optimizer, scaler=scaler, replay=f"{__name__}:recipe", **options)
-    batches = [batch_of(rank, index, faulty) for index in range(ACCUMULATION * STEPS)]
-    seen, error = [], None
-    try:
-        for index, batch in enumerate(guard.steps(batches) if guard is not None else batches):
-            with torch.autocast("cpu", torch.bfloat16) if scaled else contextlib.nullcontext():
-                loss = step(model, batch)
-            if guard is not None:
-                guard.watch(loss=loss)
-            (loss if scaler is None else scaler.scale(loss)).backward()
-            if index % ACCUMULATION == ACCUMULATION - 1:
-                seen.append(bits(model, optimizer))
-                if scaler is not None:
-                    scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-                if scaler is None:
-                    optimizer.step()
-                else:
-                    scaler.step(optimizer)
-                    scaler.update()
-                optimizer.zero_grad()
-        if guard is not None:
-            guard.close()
-    except NonFiniteError as caught:
-        error = caught
+    seen: list[list[Tensor]] = []
+    loop = Loop(model, optimizer, in_bfloat16 if scaled else step, guard, scaler, ACCUMULATION, call=model)
+    loop.before_update = lambda index: seen.append(bits(model, optimizer))
+    loop.clip = lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    error = loop.until_fault([batch_of(rank, index, faulty) for index in range(ACCUMULATION * STEPS)])
+    error = error or (None if guard is None else _late(guard))
     seen.append(bits(model, optimizer))
-    return (
-        seen,
-        None if error is None else (error.report.to_dict(), str(error)),
-        None if error is None else bits(model, optimizer),
-    )
+    told = None if error is None else (error.report.to_dict(), str(error))
+    return seen, told, None if error is None else bits(model, optimizer)
+
+
+def in_bfloat16(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return step(model, batch)
+
+
+def _late(guard: NanGuard) -> NonFiniteError | None:
+    """What the last step's verdict says at the end."""
+    try:
+        guard.close()
+    except NonFiniteError as error:
+        return error
+    return None
 
 
 def same(one: list[Tensor], other: list[Tensor]) -> bool:
@@ -179,24 +172,27 @@ def _caught(rank: int, world_size: int) -> Any:
         optimizer = OPTIMIZERS["AdamW"](net.parameters())
         guard = NanGuard(net, optimizer, dump_dir=None, verdict="deferred", **options)
         told: list[Any] = []
-        for index, batch in enumerate(guard.steps([batch_of(0, index, False) for index in range(8)])):
-            optimizer.param_groups[0]["lr"] = float("nan") if name == "learning rate" and index == 3 else 0.01
-            loss = step(net, {**batch, "scale": batch["scale"] * (index not in bad)})
-            guard.watch(loss=loss)
-            loss.backward()
-            told += _told(index, optimizer.step)
-            optimizer.zero_grad()
-        found[name] = [*told, *_told("close", guard.close)], all(bool(t.isfinite().all()) for t in bits(net, optimizer))
+        loop = Loop(net, optimizer, step, guard=guard, call=net)
+        loop.before_batch = lambda index, batch, name=name, optimizer=optimizer: _set_lr(optimizer, name, index)
+        loop.caught = lambda index, error, told=told: told.append(_summary(index, error))
+        loop.run([_scaled(batch_of(0, index, False), index not in bad) for index in range(8)])
+        late = _late(guard)
+        told += [] if late is None else [_summary("close", late)]
+        found[name] = told, all(bool(t.isfinite().all()) for t in bits(net, optimizer))
     return found
 
 
-def _told(when: Any, call: Any) -> list[Any]:
-    try:
-        call()
-    except NonFiniteError as error:
-        origin = error.report.origin
-        return [(when, error.report.step, None if origin is None else (str(origin.phase), origin.slot))]
-    return []
+def _set_lr(optimizer: torch.optim.Optimizer, name: str, index: int) -> None:
+    optimizer.param_groups[0]["lr"] = float("nan") if name == "learning rate" and index == 3 else 0.01
+
+
+def _scaled(batch: dict[str, Tensor], is_good: bool) -> dict[str, Tensor]:
+    return {**batch, "scale": batch["scale"] * is_good}
+
+
+def _summary(when: Any, error: NonFiniteError) -> Any:
+    origin = error.report.origin
+    return when, error.report.step, None if origin is None else (str(origin.phase), origin.slot)
 
 
 def test_the_step_that_a_stop_gives_up_leaves_nothing_behind() -> None:
@@ -295,21 +291,16 @@ def test_the_process_goes_on_after_a_raise() -> None:
     model = Net()
     optimizer = OPTIMIZERS["AdamW"](model.parameters())
     guard = NanGuard(model, optimizer, verdict="deferred", dump_dir=None)
-    told = []
-    for number in range(12):
+    told: list[Any] = []
+    loop = Loop(model, optimizer, step, guard=guard, call=model, accumulation=2)
+    for number in range(12):  # each step has an iterator of its own
         batches = [batch_of(0, 10 * number + index, False) for index in range(2)]
         if number in (3, 8):
             batches[1]["scale"].zero_()
-        for batch in guard.steps(batches):
-            loss = step(model, batch)
-            guard.watch(loss=loss)
-            loss.backward()
-        try:
-            optimizer.step()
-        except NonFiniteError as error:
-            report = error.report.to_dict()
-            told.append((number, report["step"], report["origin"]["micro_batch"]))
-        optimizer.zero_grad()
+        loop.caught = lambda _, error, number=number: told.append(
+            (number, error.report.step, error.report.to_dict()["origin"]["micro_batch"])
+        )
+        loop.run(batches)
     guard.close()
     assert told == [(4, 3, 1), (9, 7, 1)], "told one step later; a window that ends in a raise has no number"
     assert all(parameter.isfinite().all() for parameter in model.parameters())

@@ -14,14 +14,19 @@ from tests.counting import Counts, counting
 from tests.ranks import run_ranks, run_ranks_raw
 from tests.training import Job, Record, run_jobs
 
+SHARDED = ("fsdp1", "fsdp2")
 COUNTED_STEP = 2  # hooks, groups and first-step checks are behind it
+
+
+def _tower(wrapper: str, num_layers: int) -> Job:
+    return Job(wrapper, num_steps=COUNTED_STEP + 1, count_step=COUNTED_STEP, num_layers=num_layers)
 
 
 def _variants(wrapper: str) -> dict[str, Job]:
     base = Job(wrapper, num_steps=COUNTED_STEP + 1, count_step=COUNTED_STEP)
     return {
-        "10 layers": dataclasses.replace(base, num_layers=10),
-        "300 layers": dataclasses.replace(base, num_layers=300),
+        "10 layers": _tower(wrapper, 10),
+        "many layers": _tower(wrapper, 50 if wrapper in SHARDED else 300),
         "odd": base,
         "clipping, accumulation 3": dataclasses.replace(base, clip=True, num_micro_batches=3),
         "keep_previous": dataclasses.replace(base, options={"keep_previous": True}),
@@ -40,7 +45,16 @@ def _extra_operators(on: Counts, off: Counts) -> list[int]:
 
 @pytest.mark.parametrize("wrapper", ["plain", "ddp", "fsdp1", "fsdp2"])
 def test_a_clean_step_adds_one_small_collective_and_one_host_read(wrapper: str) -> None:
-    variants = _variants(wrapper)
+    _assert_costs(wrapper, _variants(wrapper))
+
+
+@pytest.mark.exhaustive  # sharding 300 layers takes longer than all else here
+@pytest.mark.parametrize("wrapper", SHARDED)
+def test_so_does_one_of_300_sharded_layers(wrapper: str) -> None:
+    _assert_costs(wrapper, {"300 layers": _tower(wrapper, 300)})
+
+
+def _assert_costs(wrapper: str, variants: dict[str, Job]) -> None:
     jobs = [job for variant in variants.values() for job in (variant, _off(variant))]
     for rank, records in enumerate(run_ranks(run_jobs, jobs=jobs, timeout_s=50)):
         for index, name in enumerate(variants):

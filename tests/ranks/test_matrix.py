@@ -1,7 +1,7 @@
-"""Every phase on every wrapper, on the first and the last rank, with and without accumulation.
+"""Every phase on every wrapper, on the first rank or the last, without or with accumulation.
 
-Each fault is stopped, named, kept and replayed. Cells that share a wrapper and a place run one after the other in the
-same processes, each with a fresh model and guard: that a process stays usable after a stop is part of the promise.
+Each fault is stopped, named, kept and replayed. The cells of a wrapper run in a few launches, one after the other in
+the same processes, each with a fresh model and guard: that a process stays usable after a stop is part of the promise.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from ddp_nanguard.dump.read import Dump, open_dump
-from tests.matrix import Cell, all_cells, cells_of
+from tests.matrix import Cell, all_cells, usual_cell
 from tests.ranks import run_ranks
 from tests.replaying import Replayed, replay_alone, replay_on_all_ranks
-from tests.training import Record, digest, digest_of_random, run_jobs
+from tests.training import WRAPPERS, Record, digest, digest_of_random, run_jobs
 
 CANNOT, SAME = 5, 0
 DOCUMENTED = "step world_size wrapper origin inline_code holders sites ranks_affected cause nonfinite_state dump_path"
@@ -48,45 +48,50 @@ Launch = Callable[[Cell], JobResult]
 Replay = Callable[[Cell], Replayed]
 
 
-Selection = Callable[[str, str], list[Cell]]
+Selection = Callable[[Cell], tuple[Cell, ...]]
+LAUNCH_SIZE, REPLAY_SIZE = 12, 6
+"""Cells that share one launch, and dumps that are replayed at a time."""
 
 
 @pytest.fixture(scope="module")
 def selection(request: pytest.FixtureRequest) -> Selection:
-    """The cells of a wrapper and place that this run of pytest is asked for."""
+    """The cells of the same wrapper that this run of pytest is asked for."""
     asked = {item.callspec.params.get("cell") for item in request.session.items if hasattr(item, "callspec")}
-    return lambda wrapper, place: [cell for cell in cells_of(wrapper, place) if cell in asked]
+    return lambda cell: tuple(other for other in CELLS if other.wrapper == cell.wrapper and other in asked)
+
+
+def _among(cell: Cell, cells: tuple[Cell, ...], size: int) -> tuple[Cell, ...]:
+    """The part of the cells, cut into parts of this size, that a cell is in."""
+    first = cells.index(cell) // size * size
+    return cells[first : first + size]
 
 
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory: pytest.TempPathFactory, selection: Selection) -> Launch:
-    """Runs all cells of a wrapper and place in one launch, once."""
+    """Runs some cells of a wrapper in one launch, once."""
 
     @functools.cache
-    def run(wrapper: str, place: str) -> dict[Cell, JobResult]:
-        cells = selection(wrapper, place)
+    def run(cells: tuple[Cell, ...]) -> dict[Cell, JobResult]:
         root = str(tmp_path_factory.mktemp("dumps"))
         per_rank = run_ranks(run_jobs, 2, timeout_s=50, jobs=[cell.job(root) for cell in cells])
         return {cell: JobResult(cell, [records[index] for records in per_rank]) for index, cell in enumerate(cells)}
 
-    return lambda cell: run(cell.wrapper, cell.place)[cell]
+    return lambda cell: run(_among(cell, selection(cell), LAUNCH_SIZE))[cell]
 
 
 @pytest.fixture(scope="module")
 def replay(launch: Launch, selection: Selection) -> Replay:
-    """Replays the culprits of all cells of a wrapper and place, each in a process of its own, once."""
+    """Replays the culprits of some cells of a wrapper, each in a process of its own, once."""
 
     @functools.cache
-    def run(wrapper: str, place: str) -> dict[Cell, Replayed]:
-        cells = selection(wrapper, place)
-        dumps = [launch(cell).report["dump_path"] for cell in cells]
-        return dict(zip(cells, replay_alone(dumps), strict=True))
+    def run(cells: tuple[Cell, ...]) -> dict[Cell, Replayed]:
+        return dict(zip(cells, replay_alone([launch(cell).report["dump_path"] for cell in cells]), strict=True))
 
-    return lambda cell: run(cell.wrapper, cell.place)[cell]
+    return lambda cell: run(_among(cell, selection(cell), REPLAY_SIZE))[cell]
 
 
 def marked(cells: list[Cell]) -> list[Any]:
-    """The parameters of a test; a half of what is crossed with ranks and accumulation waits for ``pytest -m ''``."""
+    """The parameters of a test; most of what is crossed with ranks and accumulation waits for ``pytest -m ''``."""
     return [
         pytest.param(cell, id=str(cell), marks=[pytest.mark.exhaustive] if cell.is_exhaustive else []) for cell in cells
     ]
@@ -182,28 +187,25 @@ REDUCES = {
 """The collective, and the operator that made the value too large for half precision just before it."""
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp1", "fsdp2"])
-def test_a_reduce_fault_replays_on_all_ranks(wrapper: str, launch: Launch) -> None:
-    ran = launch(Cell(wrapper, "reduce", 1, 3))
+@pytest.mark.parametrize("cell", [Cell(wrapper, "reduce", 1, 3) for wrapper in REDUCES], ids=str)
+def test_a_reduce_fault_replays_on_all_ranks(cell: Cell, launch: Launch) -> None:
+    ran = launch(cell)
     holders = [rank for rank, record in enumerate(ran.records) if record.bad_gradients]
     assert ran.report["holders"] == holders
     replayed = replay_on_all_ranks(ran.report["dump_path"], 2, "--trace")
     assert [one.code for one in replayed] == [SAME, SAME], replayed
     assert replayed[0].outcome["outcome"] == "same" and replayed[1].output == ""
-    collective, overflow = REDUCES[wrapper]
+    collective, overflow = REDUCES[cell.wrapper]
     assert f"operator  {overflow} " in replayed[0].output and "\nrank 1: trace of " in replayed[0].output
-    largest = (
-        f"reduce: {collective}.default; largest gradient of {ran.report['origin']['slot']} before it: 3e+05 on rank 1, "
-    )
-    assert largest in replayed[0].output, replayed[0].output
+    largest = f"largest gradient of {ran.report['origin']['slot']} before it: 3e+05 on rank 1, "
+    assert f"reduce: {collective}.default; {largest}" in replayed[0].output, replayed[0].output
 
 
 @pytest.mark.parametrize("change", ["random", "weight"])
-@pytest.mark.parametrize("wrapper", ["plain", "ddp", "fsdp1", "fsdp2"])
-def test_a_changed_replay_is_not_the_same(wrapper: str, change: str, launch: Launch) -> None:
+@pytest.mark.parametrize("cell", [usual_cell(wrapper, "weight.backward") for wrapper in WRAPPERS], ids=str)
+def test_a_changed_replay_is_not_the_same(cell: Cell, change: str, launch: Launch) -> None:
     """Negative controls: one more random number drawn, one bit of a weight changed."""
-    ran = launch(Cell(wrapper, "weight.backward", 1, 3))
-    (replayed,) = replay_alone([ran.report["dump_path"]], {"TEST_REPLAY_CHANGE": change})
+    (replayed,) = replay_alone([launch(cell).report["dump_path"]], {"TEST_REPLAY_CHANGE": change})
     assert replayed.code != SAME
     assert replayed.outcome["outcome"] not in ("same", "cannot")
 

@@ -11,23 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_nanguard import NanGuard, NonFiniteError
 from tests.ranks import run_ranks
-
-NAN = float("nan")
-
-
-def _model() -> DistributedDataParallel:
-    torch.manual_seed(0)
-    return DistributedDataParallel(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)))
-
-
-def _sgd(model: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+from tests.ranks.small import NAN, sgd, small_model
 
 
 def _stopped(run: Callable[[], object]) -> tuple[str, dict[str, Any]] | None:
-    from ddp_nanguard import NonFiniteError
-
     try:
         run()
     except NonFiniteError as error:
@@ -48,10 +37,8 @@ def _refused(build: Callable[[], Any]) -> str | None:
 
 
 def _differing(rank: int, world_size: int) -> tuple[str | None, str | None]:
-    from ddp_nanguard import NanGuard
-
-    model = _model()
-    optimizer = _sgd(model)
+    model = small_model()
+    optimizer = sgd(model)
     refused = _refused(lambda: NanGuard(model, optimizer, dump_dir=None, max_skips=3 + rank))
     again = _refused(lambda: NanGuard(model, optimizer, dump_dir=None, max_skips=3))
     return refused, again
@@ -67,11 +54,9 @@ def test_options_that_differ_between_ranks_are_refused_everywhere() -> None:
 
 
 def _invalid_on_one(rank: int, world_size: int) -> str | None:
-    from ddp_nanguard import NanGuard
-
-    model = _model()
+    model = small_model()
     options = {"on_fault": "explode"} if rank == 1 else {}
-    return _refused(lambda: NanGuard(model, _sgd(model), dump_dir=None, timeout_s=5, **options))
+    return _refused(lambda: NanGuard(model, sgd(model), dump_dir=None, timeout_s=5, **options))
 
 
 def test_an_invalid_option_on_one_rank_is_refused_on_all() -> None:
@@ -85,13 +70,11 @@ def test_an_invalid_option_on_one_rank_is_refused_on_all() -> None:
 
 
 def _with_spectator(rank: int, world_size: int) -> Any:
-    from ddp_nanguard import NanGuard
-
     workers = dist.new_group([0, 1])
     if rank == 2:
         return "watched"
     model = DistributedDataParallel(nn.Linear(4, 2), process_group=workers)
-    optimizer = _sgd(model)
+    optimizer = sgd(model)
     guard = NanGuard(model, optimizer, dump_dir=None, group=workers, timeout_s=10)
 
     def train() -> None:
@@ -118,10 +101,8 @@ def test_a_world_with_ranks_that_never_step() -> None:
 
 
 def _with_closure(rank: int, world_size: int, bad: bool) -> Any:
-    from ddp_nanguard import NanGuard
-
-    model = _model()
-    optimizer = _sgd(model)
+    model = small_model()
+    optimizer = sgd(model)
     guard = NanGuard(model, optimizer, dump_dir=None, timeout_s=10)
     before: list[torch.Tensor] = []
 
@@ -162,10 +143,8 @@ def test_a_closure_is_judged_when_it_has_returned() -> None:
 
 
 def _refusals(rank: int, world_size: int) -> dict[str, str | None]:
-    from ddp_nanguard import NanGuard
-
-    model = _model()
-    optimizer = _sgd(model)
+    model = small_model()
+    optimizer = sgd(model)
     foreign = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
     guard = NanGuard(model, optimizer, dump_dir=None)
     refusals = {"twice": _refused(lambda: NanGuard(model, optimizer, dump_dir=None))}
@@ -201,10 +180,8 @@ def test_bad_input_is_refused_with_the_remedy() -> None:
 
 
 def _environment(rank: int, world_size: int) -> Any:
-    from ddp_nanguard import NanGuard
-
-    model = _model()
-    optimizer = _sgd(model)
+    model = small_model()
+    optimizer = sgd(model)
     return _refused(lambda: NanGuard(model, optimizer, dump_dir=None, on_fault="stop"))
 
 
@@ -218,9 +195,7 @@ def test_an_invalid_environment_value_lists_the_valid_ones() -> None:
 
 
 def _two_optimizers(rank: int, world_size: int, bad_step: int | None) -> Any:
-    from ddp_nanguard import NanGuard
-
-    model = _model()
+    model = small_model()
     body, head = list(model.module[0].parameters()), list(model.module[2].parameters())
     optimizers = [torch.optim.SGD(body, lr=0.1), torch.optim.Adam(head, lr=0.01)]
     guard = NanGuard(model, optimizers, dump_dir=None, timeout_s=10)
@@ -257,9 +232,7 @@ def test_the_second_optimizers_hyper_parameters_are_named() -> None:
 
 def _alternating(rank: int, world_size: int) -> Any:
     """As in a GAN: each optimizer steps after a backward of its own, so each step is judged."""
-    from ddp_nanguard import NanGuard
-
-    model = _model()
+    model = small_model()
     body, head = list(model.module[0].parameters()), list(model.module[2].parameters())
     optimizers = [torch.optim.SGD(body, lr=0.1), torch.optim.SGD(head, lr=0.1)]
     guard = NanGuard(model, optimizers, dump_dir=None, timeout_s=10)
@@ -279,11 +252,9 @@ def test_optimizers_that_alternate_are_judged_each() -> None:
 
 
 def _with_ema(rank: int, world_size: int, bad: bool) -> Any:
-    from ddp_nanguard import NanGuard
-
-    model = _model()
+    model = small_model()
     ema = copy.deepcopy(model.module)
-    optimizer = _sgd(model)
+    optimizer = sgd(model)
     guard = NanGuard(model, optimizer, dump_dir=None, timeout_s=10)
     guard.register(ema=ema)
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
+from ddp_nanguard import NanGuard, NonFiniteError
 from tests.faults import Fault
 from tests.ranks import run_ranks
-from tests.training import Job, Record, Run, _end_record, build, digests, train_steps
+from tests.training import Job, Record, Run, build, digests, end_record, listening, train_steps
 
 NUM_STEPS = 4
 
@@ -31,23 +31,17 @@ def _run(rank: int, world_size: int, jobs: list[Job]) -> list[Policy]:
 
 
 def _run_one(job: Job, rank: int) -> Policy:
-    lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]  # a list is enough
-    logging.getLogger("ddp_nanguard").addHandler(handler)
-    run = build(job, rank)
-    train_steps(run)
-    _end_record(run)
-    step = run.guard.step
-    if run.record.error is None:
-        _close(run)
-    logging.getLogger("ddp_nanguard").removeHandler(handler)
+    with listening() as lines:
+        run = build(job, rank)
+        train_steps(run)
+        end_record(run)
+        step = run.guard.step
+        if run.record.error is None:
+            _close(run)
     return Policy(run.record, step, lines)
 
 
 def _close(run: Run) -> None:
-    from ddp_nanguard import NonFiniteError
-
     try:
         run.close()
     except NonFiniteError as error:
@@ -141,8 +135,6 @@ def test_the_environment_switches_the_policy() -> None:
 
 def _collapse(rank: int, world_size: int) -> tuple[int, str]:
     """B01: the forward's NaN looks like an overflow to the scaler, which would halve its scale for ever."""
-    from ddp_nanguard import NanGuard, NonFiniteError
-
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
     with torch.no_grad():
         model.module.weight[0, 0] /= 0.0 * rank

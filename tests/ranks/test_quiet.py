@@ -1,12 +1,11 @@
 """Legitimate non-finite values must not stop training; each case says what it would be like if they did.
 
-Every case trains a few steps under DDP on two ranks. `Case.expected` is None where nothing may be raised, else the
+Every case trains a few steps under DDP on two ranks. `Setup.expected` is None where nothing may be raised, else the
 origin that must be named.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,14 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_nanguard import NanGuard
 from tests.ranks import run_ranks
+from tests.training import Loop, listening
 
 NUM_STEPS = 3
 NAN, INF = float("nan"), float("inf")
 
 
 @dataclass
-class Case:
+class Setup:
     """A model, its step and its data.
 
     Attributes:
@@ -245,55 +246,55 @@ def _bad_buffer_on_rank_1(model: nn.Module, rank: int, step: int) -> None:
         model.module[1].running_mean.div_(0.0)  # type: ignore[operator, index, union-attr]  # a Sequential
 
 
-CASES: dict[str, Callable[[], Case]] = {
-    "G02 child overflows, parent clamps": lambda: Case(Clamped(), _sum, _plain_batch),
-    "G03 bad rows sliced away, bad output unused": lambda: Case(Sliced(), _used_rows, _plain_batch),
-    "G04 -inf masks, buffers and logits": lambda: Case(
+CASES: dict[str, Callable[[], Setup]] = {
+    "G02 child overflows, parent clamps": lambda: Setup(Clamped(), _sum, _plain_batch),
+    "G03 bad rows sliced away, bad output unused": lambda: Setup(Sliced(), _used_rows, _plain_batch),
+    "G04 -inf masks, buffers and logits": lambda: Setup(
         MaskedAttention(), _masked_cross_entropy, lambda rank, step: torch.full((4, 4), 0.1 * (1 + rank))
     ),
-    "G05 inf loss zeroed, on_loss=warn": lambda: Case(nn.Linear(4, 5), _zeroed_ctc, _ctc, {"on_loss": "warn"}),
-    "G07 NaN in evaluation": lambda: Case(nn.Sequential(nn.Linear(4, 2), nn.Dropout()), _evaluating, _plain_batch),
-    "G08 garbage in a receive buffer": lambda: Case(nn.Linear(4, 2), _receiving, _plain_batch),
-    "G09 sentinel filled before the first step": lambda: Case(
+    "G05 inf loss zeroed, on_loss=warn": lambda: Setup(nn.Linear(4, 5), _zeroed_ctc, _ctc, {"on_loss": "warn"}),
+    "G07 NaN in evaluation": lambda: Setup(nn.Sequential(nn.Linear(4, 2), nn.Dropout()), _evaluating, _plain_batch),
+    "G08 garbage in a receive buffer": lambda: Setup(nn.Linear(4, 2), _receiving, _plain_batch),
+    "G09 sentinel filled before the first step": lambda: Setup(
         Sentinel(), _sum, _plain_batch, before=_loaded_before_the_first_step
     ),
-    "G09 sentinel never filled, ignored by name": lambda: Case(Sentinel(), _sum, _plain_batch, {"ignore": ("scale",)}),
-    "D03 padded row, need_weights=False": lambda: Case(Attention(need_weights=False), _sum, _padded),
-    "E03a missing labels masked before the loss": lambda: Case(nn.Linear(4, 2), _squared_before, _missing_labels),
-    "E03c missing labels masked after L1": lambda: Case(nn.Linear(4, 2), _absolute_after, _missing_labels),
-    "E05 no label left, on_loss=warn": lambda: Case(
+    "G09 sentinel never filled, ignored by name": lambda: Setup(Sentinel(), _sum, _plain_batch, {"ignore": ("scale",)}),
+    "D03 padded row, need_weights=False": lambda: Setup(Attention(need_weights=False), _sum, _padded),
+    "E03a missing labels masked before the loss": lambda: Setup(nn.Linear(4, 2), _squared_before, _missing_labels),
+    "E03c missing labels masked after L1": lambda: Setup(nn.Linear(4, 2), _absolute_after, _missing_labels),
+    "E05 no label left, on_loss=warn": lambda: Setup(
         nn.Linear(4, 2), _ignoring_cross_entropy, _ignored_labels, {"on_loss": "warn"}
     ),
-    "-inf out of a layer": lambda: Case(MinusInf(), _sum, _plain_batch),
-    "buffer healed by DDP's broadcast": lambda: Case(_norm_model(), _sum, _plain_batch, before=_bad_buffer_on_rank_1),
+    "-inf out of a layer": lambda: Setup(MinusInf(), _sum, _plain_batch),
+    "buffer healed by DDP's broadcast": lambda: Setup(_norm_model(), _sum, _plain_batch, before=_bad_buffer_on_rank_1),
 }
 
-STOPPING: dict[str, tuple[Callable[[], Case], dict[str, Any]]] = {
+STOPPING: dict[str, tuple[Callable[[], Setup], dict[str, Any]]] = {
     "G05 inf loss, default policy": (
-        lambda: Case(nn.Linear(4, 5), _zeroed_ctc, _ctc),
+        lambda: Setup(nn.Linear(4, 5), _zeroed_ctc, _ctc),
         {"rank": 1, "step": 1, "phase": "loss", "layer": None, "slot": "loss.raw", "kind": "inf"},
     ),
     "G09 sentinel never filled": (
-        lambda: Case(Sentinel(), _sum, _plain_batch),
+        lambda: Setup(Sentinel(), _sum, _plain_batch),
         {"rank": 0, "step": 0, "phase": "state", "layer": "", "slot": "scale", "kind": "nan"},
     ),
     "D03 padded row, need_weights=True": (
-        lambda: Case(Attention(need_weights=True), _sum, _padded),
+        lambda: Setup(Attention(need_weights=True), _sum, _padded),
         {"rank": 1, "step": 1, "phase": "forward", "layer": "attention", "call": 1, "slot": "output", "kind": "nan"},
     ),
     "E03b missing labels masked after the square": (
-        lambda: Case(nn.Linear(4, 2), _squared_after, _missing_labels),
+        lambda: Setup(nn.Linear(4, 2), _squared_after, _missing_labels),
         {"rank": 0, "step": 0, "phase": "backward", "layer": "", "slot": "grad", "kind": "nan"},
     ),
     "E05 no label left, default policy": (
-        lambda: Case(nn.Linear(4, 2), _ignoring_cross_entropy, _ignored_labels),
+        lambda: Setup(nn.Linear(4, 2), _ignoring_cross_entropy, _ignored_labels),
         {"rank": 1, "step": 1, "phase": "loss", "layer": None, "slot": "loss", "kind": "nan"},
     ),
 }
 
 
 @dataclass
-class Ended:
+class Result:
     """How a case ended: steps done, the origin if one was raised, warnings of the guard, whether weights moved."""
 
     num_steps: int
@@ -303,51 +304,36 @@ class Ended:
     finite: bool
 
 
-def _run_cases(rank: int, world_size: int, names: list[str]) -> list[Ended]:
+def _run_cases(rank: int, world_size: int, names: list[str]) -> list[Result]:
     known = {**CASES, **{name: build for name, (build, _) in STOPPING.items()}}
     return [_run_case(rank, known[name]()) for name in names]
 
 
-def _run_case(rank: int, case: Case) -> Ended:
-    from ddp_nanguard import NanGuard, NonFiniteError
-
-    warnings = _Warnings()
-    logging.getLogger("ddp_nanguard").addHandler(warnings)
+def _run_case(rank: int, case: Setup) -> Result:
     torch.manual_seed(0)
     model = DistributedDataParallel(case.model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     start = [parameter.detach().clone() for parameter in model.parameters()]
-    guard = NanGuard(model, optimizer, dump_dir=None, timeout_s=10, **case.options)
-    origin, step = None, 0
-    try:
-        for step, batch in enumerate(guard.steps([case.batch(rank, step) for step in range(NUM_STEPS)])):
-            if case.before is not None:
-                case.before(model, rank, step)
-            loss = case.step(guard, batch)
-            guard.watch(loss=loss)
-            (loss["used"] if isinstance(loss, dict) else loss).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    except NonFiniteError as error:
-        origin = error.report.to_dict()["origin"]
-    guard.close()
-    logging.getLogger("ddp_nanguard").removeHandler(warnings)
+    batches = [case.batch(rank, step) for step in range(NUM_STEPS)]
+    with listening() as warnings:
+        guard = NanGuard(model, optimizer, dump_dir=None, timeout_s=10, **case.options)
+        loop = Loop(model, optimizer, case.step, guard=guard, total=_used)
+        if case.before is not None:
+            loop.before_batch = lambda step, batch: case.before(model, rank, step)
+        error = loop.until_fault(batches)
+        num_steps = guard.step
+        guard.close()
     moved = any(not torch.equal(before, after) for before, after in zip(start, model.parameters(), strict=True))
     finite = all(bool(parameter.isfinite().all()) for parameter in model.parameters())
-    return Ended(step + (origin is None), origin, warnings.lines, moved, finite)
+    return Result(num_steps, None if error is None else error.report.to_dict()["origin"], warnings, moved, finite)
 
 
-class _Warnings(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
+def _used(loss: Any) -> Tensor:
+    return loss["used"] if isinstance(loss, dict) else loss  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
-def ended() -> dict[str, list[Ended]]:
+def ended() -> dict[str, list[Result]]:
     """All cases in one launch, each with a fresh model and guard."""
     names = [*CASES, *STOPPING]
     first, second = run_ranks(_run_cases, timeout_s=40, names=names)
@@ -355,7 +341,7 @@ def ended() -> dict[str, list[Ended]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_quiet(name: str, ended: dict[str, list[Ended]]) -> None:
+def test_quiet(name: str, ended: dict[str, list[Result]]) -> None:
     for result in ended[name]:
         assert result.origin is None
         assert result.num_steps == NUM_STEPS
@@ -364,7 +350,7 @@ def test_quiet(name: str, ended: dict[str, list[Ended]]) -> None:
 
 
 @pytest.mark.parametrize("name", STOPPING)
-def test_the_same_values_do_stop_where_they_do_harm(name: str, ended: dict[str, list[Ended]]) -> None:
+def test_the_same_values_do_stop_where_they_do_harm(name: str, ended: dict[str, list[Result]]) -> None:
     _, expected = STOPPING[name]
     first, second = ended[name]
     assert first.origin == second.origin
@@ -373,35 +359,28 @@ def test_the_same_values_do_stop_where_they_do_harm(name: str, ended: dict[str, 
     assert first.num_steps == second.num_steps == expected["step"]
 
 
-def test_a_healed_buffer_and_a_tolerated_loss_are_warnings(ended: dict[str, list[Ended]]) -> None:
+def test_a_healed_buffer_and_a_tolerated_loss_are_warnings(ended: dict[str, list[Result]]) -> None:
     healed = ended["buffer healed by DDP's broadcast"][1].warnings
     assert any("1.running_mean" in line for line in healed), healed
     tolerated = [line for result in ended["E05 no label left, on_loss=warn"] for line in result.warnings]
     assert any("loss" in line for line in tolerated), tolerated
 
 
-def test_legitimate_values_give_no_warning(ended: dict[str, list[Ended]]) -> None:
+def test_legitimate_values_give_no_warning(ended: dict[str, list[Result]]) -> None:
     silent = [name for name in CASES if "on_loss=warn" not in name and "healed" not in name]
     assert {name: result.warnings for name in silent for result in ended[name] if result.warnings} == {}
 
 
 def _overflowing(rank: int, world_size: int) -> tuple[int, list[float]]:
     """B02: the first overflows under a scaler are its search for a scale."""
-    from ddp_nanguard import NanGuard
-
     model = DistributedDataParallel(nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
     guard = NanGuard(model, optimizer, scaler=scaler, dump_dir=None, timeout_s=10)
-    scales = []
-    for batch in guard.steps([_plain_batch(rank, step) for step in range(6)]):
-        loss = guard(batch).sum()
-        guard.watch(loss=loss)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        scales.append(scaler.get_scale())
+    scales: list[float] = []
+    loop = Loop(model, optimizer, _sum, guard=guard, scaler=scaler)
+    loop.after_update = lambda step: scales.append(scaler.get_scale())
+    loop.run([_plain_batch(rank, step) for step in range(6)])
     step = guard.step
     guard.close()
     return step, scales

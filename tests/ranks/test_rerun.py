@@ -20,7 +20,7 @@ from tests import models
 from tests.faults import Fault, nan_at
 from tests.ranks import run_ranks
 from tests.replaying import replay_alone
-from tests.training import WRAPPERS, Job, Record, _end_record, build, digest, train_steps
+from tests.training import WRAPPERS, Job, Record, build, digest, end_record, train_steps
 
 NUM_MICRO_BATCHES = 3
 RECIPE = models.recipe
@@ -61,7 +61,7 @@ def _run_one(rank: int, job: Job, change: str) -> Rerun:
     if change == "live model":
         models.recipe = lambda: dataclasses.replace(RECIPE(), model=run.model.module)
     train_steps(run)
-    _end_record(run)
+    end_record(run)
     gradients = {n: digest(p.grad) for n, p in run.model.named_parameters() if p.grad is not None}
     if run.record.error is None:
         run.close()
@@ -119,12 +119,19 @@ CASES = {
         "not rerun: rank 0: the recipe hands out modules or tensors of the model in",
     ),
 }
+ALIKE = ("plain", "fsdp1")
+"""A rerun is the recipe's model on each rank alone; these differ from DDP and FSDP2 in how weights come back."""
 EVERYWHERE = ("same", "finite", "raise")
 """The others do not depend on the wrapper, or are about DDP."""
 NUM_STEPS = {"raise": [NUM_MICRO_BATCHES, 2], "talk": [NUM_MICRO_BATCHES, 1], "no recipe": [0, 0], "live model": [0, 0]}
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+each_wrapper = pytest.mark.parametrize(
+    "wrapper", [pytest.param(name, marks=[pytest.mark.exhaustive] if name in ALIKE else []) for name in WRAPPERS]
+)
+
+
+@each_wrapper
 def test_the_second_run_tells_a_code_bug_from_a_suspect_device(wrapper: str, tmp_path: Path) -> None:
     cases = list(CASES) if wrapper == "ddp" else EVERYWHERE
     ranks = run_ranks(_run, timeout_s=40, jobs=[(_job(wrapper, tmp_path / case), case) for case in cases])
@@ -160,7 +167,7 @@ def test_a_dump_whose_rerun_failed_replays(tmp_path: Path) -> None:
     assert (replayed.code, replayed.outcome["outcome"]) == (0, "same")
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@each_wrapper
 def test_a_rerun_leaves_no_trace(wrapper: str, tmp_path: Path) -> None:
     """Weights, optimizer, buffers, random states, losses and the dump itself are those of a run without it."""
     places = {rerun: tmp_path / f"{rerun}" for rerun in (False, True)}

@@ -11,9 +11,10 @@ import torch.distributed.nn.functional
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_nanguard import NanGuard, NonFiniteError, Recipe
+from ddp_nanguard import NanGuard, Recipe
 from tests.ranks import run_ranks
 from tests.replaying import Replayed, replay_on_all_ranks
+from tests.training import Loop
 
 WIDTH = 4
 
@@ -62,16 +63,8 @@ def _train(rank: int, world_size: int, out: str) -> str | None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     guard = NanGuard(model, optimizer, dump_dir=out, replay=f"{__name__}:recipe")
     items = [torch.ones(3, WIDTH), torch.ones(3, WIDTH) * (-1.0 if rank == 1 else 1.0)]
-    try:
-        for item in guard.steps(items):
-            loss = step(guard, item)
-            guard.watch(loss=loss)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    except NonFiniteError as error:
-        return error.report.dump_path
-    return None
+    error = Loop(model, optimizer, step, guard=guard).until_fault(items)
+    return None if error is None else error.report.dump_path
 
 
 @pytest.fixture(scope="module")

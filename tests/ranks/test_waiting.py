@@ -11,7 +11,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from ddp_nanguard import NanGuard
+from ddp_nanguard.probes.gradient import GradientProbe
+from ddp_nanguard.wrappers import wrapper_of
+from ddp_nanguard.wrappers.plain import PlainWrapper
 from tests.ranks import run_ranks
+from tests.training import Loop
 
 FAULT_STEP = 2
 MARK = 64.0
@@ -86,9 +91,6 @@ def _labels(guard: Any) -> list[str]:
 
 
 def _trained(rank: int, world_size: int, kind: str, waits: bool, is_checkpointed: bool = False) -> Any:
-    from ddp_nanguard import NanGuard, NonFiniteError
-    from ddp_nanguard.wrappers import wrapper_of
-
     torch.manual_seed(0)
     model = _wrapped(kind, Net(is_checkpointed))
     if not waits:
@@ -105,17 +107,15 @@ def _trained(rank: int, world_size: int, kind: str, waits: bool, is_checkpointed
         rescan()
 
     guard._context.gradient.flush_pending = counted  # type: ignore[method-assign]
-    try:
-        for batch in guard.steps(_batches(rank if world_size > 1 else 1)):
-            loss = model(batch).pow(2).mean()
-            guard.watch(loss=loss)
-            loss.backward()
-            orders.append(_labels(guard))
-            optimizer.step()
-            optimizer.zero_grad()
-    except NonFiniteError as error:
-        return error.report.to_dict(), orders, waited
-    raise AssertionError("the guard has not stopped")
+    loop = Loop(model, optimizer, _mean_square, guard=guard, call=model)
+    loop.before_update = lambda _: orders.append(_labels(guard))
+    error = loop.until_fault(_batches(rank if world_size > 1 else 1))
+    assert error is not None, "the guard has not stopped"
+    return error.report.to_dict(), orders, waited
+
+
+def _mean_square(model: Any, batch: Tensor) -> Tensor:
+    return model(batch).pow(2).mean()  # type: ignore[no-any-return]  # modules return Any
 
 
 def _answer(report: dict[str, Any]) -> dict[str, Any]:
@@ -154,10 +154,6 @@ def test_a_pass_within_the_pass_shows_what_was_local() -> None:
 
 
 def _limited(rank: int, world_size: int, limit: int) -> Any:
-    from ddp_nanguard import NanGuard
-    from ddp_nanguard.probes.gradient import GradientProbe
-    from ddp_nanguard.wrappers.plain import PlainWrapper
-
     PlainWrapper.pending_gradient_bytes = lambda wrapper: limit  # type: ignore[method-assign]
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)), nn.Linear(8, 64, bias=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -193,8 +189,6 @@ class _Raising(torch.autograd.Function):
 
 
 def _raised(rank: int, world_size: int) -> Any:
-    from ddp_nanguard import NanGuard
-
     model = Net()
     guard = NanGuard(model, torch.optim.SGD(model.parameters(), lr=0.1), dump_dir=None, budget=None)
     model.first.register_forward_hook(lambda module, args, output: _Raising.apply(output))

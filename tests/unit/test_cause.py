@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ddp_nanguard.diagnosis.diagnose import without_replay
 from ddp_nanguard.dump import open_dump
 from ddp_nanguard.fault import cause
-from tests.diagnosing import Body, Job, N, batch, body, square, trained
+from tests.diagnosing import Body, N, Training, batch, body, square, trained
 
 
 class Scaled(Body):
@@ -69,23 +69,23 @@ def _adam(parameters: Any) -> torch.optim.Optimizer:
 
 JOBS = {
     "growth": (
-        Job(Scaled, square, [batch()] * 8, optimizer=_still, before_update=_raise_factor),
+        Training(Scaled, square, [batch()] * 8, optimizer=_still, before_update=_raise_factor),
         "growth: the largest gradient grew by a factor of",
     ),
     "bad input": (
-        Job(body(torch.tanh), square, [batch(), _bad_item()], 2),
+        Training(body(torch.tanh), square, [batch(), _bad_item()], 2),
         'bad input: batch["x"] holds NaN, sample 3',
     ),
-    "state": (Job(Spoilt, square, [batch()]), "state: b.weight held NaN before any training"),
+    "state": (Training(Spoilt, square, [batch()]), "state: b.weight held NaN before any training"),
     "hyper-parameter": (
-        Job(body(torch.tanh), square, [batch()] * 2, before_update=_lose_lr),
+        Training(body(torch.tanh), square, [batch()] * 2, before_update=_lose_lr),
         "hyper-parameter: g0.lr is NaN",
     ),
     "update overflow": (
-        Job(Half, square, [batch()] * 2, optimizer=_adam),
+        Training(Half, square, [batch()] * 2, optimizer=_adam),
         "update overflow: eps=1e-08 is 0 in float16: the update of gain divides by zero",
     ),
-    "no rule": (Job(body(lambda h: h / (h - h)), square, [batch()]), "unknown"),
+    "no rule": (Training(body(lambda h: h / (h - h)), square, [batch()]), "unknown"),
 }
 
 

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from ddp_nanguard.cli.main import main
 from ddp_nanguard.diagnosis import experiments
 from ddp_nanguard.diagnosis.minimize import minimize, rows_of
-from tests.diagnosing import Body, Job, batch, inline_code, of_loss, session_of, square, trained
+from tests.diagnosing import Body, Training, batch, inline_code, of_loss, session_of, square, trained
 
-# -- experiments
-# ----------------------------------------------------------------------------------------------------------------
+# -- experiments -------------------------------------------------------------------------------------------------------
 
 
 def half(h: Tensor) -> Tensor:
@@ -58,7 +57,7 @@ def test_poisoned_memory_shows_what_was_not_written(tmp_path: Path) -> None:
         return Unwritten(torch.tanh)
 
     step = lambda model, items: square(model, items) / items["d"]  # noqa: E731
-    session = session_of(Job(dirty, step, [batch(d=torch.zeros(()))]), tmp_path)
+    session = session_of(Training(dirty, step, [batch(d=torch.zeros(()))]), tmp_path)
     before = torch.are_deterministic_algorithms_enabled()
     found = experiments.poison_memory(session)
     assert "code of (root)" in found.text and torch.are_deterministic_algorithms_enabled() is before
@@ -110,8 +109,7 @@ def test_pdb_stops_in_the_users_frame(tmp_path: Path, monkeypatch: pytest.Monkey
     assert frames == [("half", ["h"])]
 
 
-# -- the command line
-# --------------------------------------------------------------------------------------------------------
+# -- the command line --------------------------------------------------------------------------------------------------
 
 
 def test_the_plain_replay_is_said_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

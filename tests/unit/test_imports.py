@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -99,7 +99,7 @@ def _dotted(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _file_of(files: dict[str, Path]) -> object:
+def _file_of(files: dict[str, Path]) -> Callable[[str], str | None]:
     def find(name: str) -> str | None:
         """The module itself, or that of which a name is imported."""
         return next((each for each in (name, name.rpartition(".")[0]) if each in files), None)

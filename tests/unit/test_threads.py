@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
 
-from ddp_nanguard.dump import thread_map as threads
 from ddp_nanguard.dump.thread_map import NUM_THREADS, thread_map
 
 
@@ -39,16 +36,3 @@ def test_the_first_error_is_raised_and_the_rest_is_left() -> None:
     with pytest.raises(OSError, match="number 1"):
         thread_map(act, range(100))
     assert len(begun) < 100
-
-
-def test_at_the_end_of_the_interpreter_it_goes_on_without_threads() -> None:
-    code = f"""
-import atexit, importlib.util
-spec = importlib.util.spec_from_file_location("threads", {threads.__file__!r})
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-module.thread_map(str, [0])
-atexit.register(lambda: print(module.thread_map(str, range(9))))
-"""
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=True)
-    assert ended.stdout.strip() == str([str(index) for index in range(9)])

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from ddp_nanguard.diagnosis.trace.module_stack import ModuleStack
 from ddp_nanguard.diagnosis.trace.trace import Trace
 from ddp_nanguard.probes.slots import SlotBuffer, SlotRole
-from tests.diagnosing import Job, body, diagnosed, inline_code, marked, of_loss
+from tests.diagnosing import Training, body, diagnosed, inline_code, marked, of_loss
 
 THIS = sys.modules[__name__]
 
@@ -36,8 +36,7 @@ def categories(trace: Trace) -> list[tuple[str, str]]:
     return [(event.base, event.category) for event in trace.events]
 
 
-# -- births and what is none
-# ----------------------------------------------------------------------------------------------------
+# -- births and what is none -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -151,8 +150,7 @@ def test_several_outputs_and_empty_ones() -> None:
     assert [event.operator for event in trace.events] == ["aten.var_mean.correction"]
 
 
-# -- lines, modules, phases
-# ----------------------------------------------------------------------------------------------------
+# -- lines, modules, phases --------------------------------------------------------------------------------------------
 
 
 class Inner(nn.Module):
@@ -251,7 +249,7 @@ def test_numpy_batches_are_named(tmp_path: Path) -> None:
 
     values = np.ones((6, 4), dtype=np.float32)
     values[2, 3] = np.nan
-    found = diagnosed(Job(body(torch.tanh), step, [{"x": values}]), tmp_path)
+    found = diagnosed(Training(body(torch.tanh), step, [{"x": values}]), tmp_path)
     assert found.reason.sentence == 'batch["x"] holds NaN, sample 2'
 
 

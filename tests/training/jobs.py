@@ -1,15 +1,12 @@
-"""One training loop for all tests with ranks: any wrapper, accumulation, scaler, clipping, policy and planted fault.
+"""Jobs for real ranks: any wrapper, accumulation, scaler, clipping, policy and planted fault, as data.
 
-What it returns is bytes: digests of parameters, buffers, optimizer state and random states, taken without the guard's
-help, before every step and at the end.
+A job gives a record per rank: digests of parameters, buffers, optimizer state and random states before every step and
+at the end, and what the guard said.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import hashlib
-import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,9 +21,12 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_nanguard import NanGuard
 from tests import models
 from tests.counting import Counts, counting
 from tests.faults import KIND_CODES, FadingSGD, Fault, addend
+from tests.training.digests import copies, digest, digests, local_of, named, random_digest, seed
+from tests.training.loop import Loop
 
 WRAPPERS = ("plain", "ddp", "fsdp1", "fsdp2")
 STATE_PARAMETER = "blocks.0.conv.weight"
@@ -185,8 +185,6 @@ def build_optimizer(model: nn.Module, job: Job, rank: int) -> torch.optim.Optimi
 
 
 def build_guard(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, job: Job) -> Any:
-    from ddp_nanguard import NanGuard
-
     options: dict[str, Any] = {"dump_dir": job.dump_dir, "timeout_s": 10.0, **job.options}
     if scaler is not None:
         options["scaler"] = scaler
@@ -238,30 +236,16 @@ def _plant_in_batch(batch: dict[str, Any], fault: Fault) -> None:
 # -- faults of the state -----------------------------------------------------------------------------------------------
 
 
-def local_of(tensor: Tensor) -> Tensor:
-    return getattr(tensor, "_local_tensor", tensor).detach()
-
-
-def clean(name: str) -> str:
-    """The name without what the wrappers of these tests put into it."""
-    return name.replace("_fsdp_wrapped_module.", "").removeprefix("module.")
-
-
 def _plant_in_state(model: nn.Module, optimizer: torch.optim.Optimizer, fault: Fault) -> None:
     if fault.place == "parameter":
-        _spoil(dict(_named(model.named_parameters()))[STATE_PARAMETER], fault)
+        _spoil(dict(named(model.named_parameters()))[STATE_PARAMETER], fault)
     elif fault.place == "buffer":
-        _spoil(dict(_named(model.named_buffers()))[STATE_BUFFER], fault)
+        _spoil(dict(named(model.named_buffers()))[STATE_BUFFER], fault)
     elif fault.place == "optimizer_state":
-        _spoil(optimizer.state[dict(_named(model.named_parameters()))[STATE_PARAMETER]]["momentum_buffer"], fault)
+        _spoil(optimizer.state[dict(named(model.named_parameters()))[STATE_PARAMETER]]["momentum_buffer"], fault)
     elif fault.place == "lr":
         warmup_steps = 0.0  # a warm-up of no steps: 0/0
         optimizer.param_groups[0]["lr"] = float(numpy.float64(0.0) * numpy.divide(0.0, warmup_steps))
-
-
-def _named(pairs: Any) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in pairs:
-        yield clean(name), tensor
 
 
 def _spoil(tensor: Tensor, fault: Fault) -> None:
@@ -275,64 +259,6 @@ def _restore_momentum(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-
-
-# -- bytes -------------------------------------------------------------------------------------------------------------
-
-
-def digest(tensor: Tensor) -> str:
-    """Hash of dtype, shape and bytes of the local tensor."""
-    local = local_of(tensor).contiguous()
-    data = local.reshape(-1).view(torch.uint8).numpy().tobytes()
-    return hashlib.blake2b(f"{local.dtype}{tuple(local.shape)}".encode() + data, digest_size=12).hexdigest()
-
-
-def digests(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, str]:
-    found = {f"parameter {name}": digest(tensor) for name, tensor in _named(model.named_parameters())}
-    found |= {f"buffer {name}": digest(tensor) for name, tensor in _named(model.named_buffers())}
-    if optimizer is not None:
-        names = {id(tensor): name for name, tensor in _named(model.named_parameters())}
-        for parameter, state in optimizer.state.items():
-            found |= {f"state {names[id(parameter)]}.{key}": _digest_any(value) for key, value in state.items()}
-    return found
-
-
-def copies(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Local parameters and optimizer state tensors, copied, by the names they have in a dump."""
-    names = {id(tensor): name for name, tensor in _named(model.named_parameters())}
-    found = {f"model.{name}": local_of(tensor).clone() for name, tensor in _named(model.named_parameters())}
-    for parameter, state in optimizer.state.items():
-        tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-        found |= {f"optim.0.{names[id(parameter)]}.{key}": local_of(value).clone() for key, value in tensors.items()}
-    return found
-
-
-def _digest_any(value: Any) -> str:
-    return digest(value) if isinstance(value, Tensor) else repr(value)
-
-
-def random_digest() -> str:
-    """Hash of the random states of python, numpy and torch as they are now."""
-    return digest_of_random(random.getstate(), numpy.random.get_state(legacy=False), torch.get_rng_state())
-
-
-def digest_of_random(python: Any, numpy_state: Any, torch_state: Tensor) -> str:
-    version, internal, gauss = python
-    keys = numpy.asarray(numpy_state["state"]["key"], dtype=numpy.uint32)
-    numbers = (
-        numpy_state["bit_generator"],
-        numpy_state["state"]["pos"],
-        numpy_state["has_gauss"],
-        numpy_state["gauss"],
-    )
-    text = repr((version, list(internal), gauss, keys.tobytes(), numbers))
-    return hashlib.blake2b(text.encode() + torch_state.numpy().tobytes(), digest_size=12).hexdigest()
-
-
-def seed(rank: int) -> None:
-    random.seed(100 + rank)
-    numpy.random.seed(200 + rank)
-    torch.manual_seed(300 + rank)
 
 
 # -- the loop ----------------------------------------------------------------------------------------------------------
@@ -349,7 +275,6 @@ class Run:
     scaler: Any
     guard: Any
     record: Record = field(default_factory=Record)
-    copies: list[dict[str, Tensor]] = field(default_factory=list)
 
     def close(self) -> None:
         if self.guard is not None:
@@ -371,7 +296,7 @@ def train(job: Job, rank: int) -> Record:
     """Builds, trains, closes."""
     run = build(job, rank)
     train_steps(run)
-    _end_record(run)
+    end_record(run)
     try:
         run.close()
     finally:
@@ -382,29 +307,29 @@ def train(job: Job, rank: int) -> Record:
 
 def train_steps(run: Run) -> None:
     """The steps of the job; a `NonFiniteError` ends them and is recorded."""
-    if run.guard is None:
-        _steps(run, Loader(run.job, run.rank))
-        return
-    from ddp_nanguard import NonFiniteError
-
-    try:
-        _steps(run, run.guard.steps(Loader(run.job, run.rank)))
-    except NonFiniteError as error:
+    error = _loop(run).until_fault(Loader(run.job, run.rank))
+    if error is not None:
         run.record.error = str(error)
         run.record.report = error.report.to_dict()
         run.record.error_step = len(run.record.before) - 1
 
 
-def _steps(run: Run, loader: Any) -> None:
-    batches = iter(loader)
-    for step in range(run.job.num_steps):
-        with _counted(run, step, "step"):
-            with _counted(run, step, "no_sync"):
-                for index in range(run.job.num_micro_batches - 1):
-                    _micro_batch(run, next(batches), step, index)
-            _micro_batch(run, next(batches), step, run.job.num_micro_batches - 1)
-            _update(run)
-    assert next(batches, None) is None
+def _loop(run: Run) -> Loop:
+    accumulation = run.job.num_micro_batches
+    return Loop(
+        run.model,
+        run.optimizer,
+        models.train_step,
+        guard=run.guard,
+        scaler=run.scaler,
+        accumulation=accumulation,
+        clip=_clip if run.job.clip else None,
+        around_step=lambda step: _counted(run, step, "step"),
+        around_silent=lambda step: _counted(run, step, "no_sync"),
+        around_batch=lambda index: _reduction(run.model, enabled=(index + 1) % accumulation == 0),
+        before_batch=lambda index, batch: _look_before(run, *divmod(index, accumulation)),
+        on_losses=lambda losses: _keep_losses(run, losses),
+    )
 
 
 @contextlib.contextmanager
@@ -417,12 +342,10 @@ def _counted(run: Run, step: int, name: str) -> Iterator[None]:
     run.record.counts[name] = counts
 
 
-def _micro_batch(run: Run, batch: dict[str, Any], step: int, index: int) -> None:
+def _look_before(run: Run, step: int, index: int) -> None:
     if index == 0:
         _open_window(run, step)
     run.record.random_states[-1].append(random_digest())
-    with _reduction(run.model, enabled=index == run.job.num_micro_batches - 1):
-        _forward_backward(run, batch)
 
 
 def _open_window(run: Run, step: int) -> None:
@@ -430,31 +353,13 @@ def _open_window(run: Run, step: int) -> None:
     if fault is not None and fault.begins(run.rank, step):
         _plant_in_state(run.model, run.optimizer, fault)
     run.record.before.append(digests(run.model, run.optimizer))
-    run.copies.append(copies(run.model, run.optimizer))
+    if fault is not None and fault.step == step:
+        run.record.window_state = copies(run.model, run.optimizer)
     run.record.random_states.append([])
 
 
-def _forward_backward(run: Run, batch: dict[str, Any]) -> None:
-    losses = models.train_step(run.guard or run.model, batch)
-    if run.guard is not None:
-        run.guard.watch(loss=losses)
+def _keep_losses(run: Run, losses: dict[str, Tensor]) -> None:
     run.record.losses.append({name: digest(loss) for name, loss in losses.items()})
-    total = sum(losses.values())
-    assert isinstance(total, Tensor)
-    (total if run.scaler is None else run.scaler.scale(total)).backward()
-
-
-def _update(run: Run) -> None:
-    if run.job.clip:
-        if run.scaler is not None:
-            run.scaler.unscale_(run.optimizer)
-        _clip(run.model)
-    if run.scaler is None:
-        run.optimizer.step()
-    else:
-        run.scaler.step(run.optimizer)
-        run.scaler.update()
-    run.optimizer.zero_grad()
 
 
 def _clip(model: nn.Module) -> None:
@@ -476,17 +381,18 @@ def _reduction(model: nn.Module, enabled: bool) -> Iterator[None]:
     yield
 
 
-def _end_record(run: Run) -> None:
+def end_record(run: Run) -> None:
+    """What is there once the steps have ended."""
     run.record.after = digests(run.model, run.optimizer)
     run.record.random_after = random_digest()
-    parameters = list(_named(run.model.named_parameters()))
+    parameters = list(named(run.model.named_parameters()))
     run.record.bad_parameters = [name for name, parameter in parameters if _is_bad(parameter)]
     run.record.bad_gradients = [name for name, parameter in parameters if _is_bad(parameter.grad)]
-    run.record.bad_buffers = [name for name, buffer in _named(run.model.named_buffers()) if _is_bad(buffer)]
+    run.record.bad_buffers = [name for name, buffer in named(run.model.named_buffers()) if _is_bad(buffer)]
     if run.scaler is not None:
         run.record.scaler_state = run.scaler.state_dict()
-    if run.job.fault is not None and run.record.error is not None:
-        run.record.window_state = run.copies[run.job.fault.step]
+    if run.record.error is None:
+        run.record.window_state = {}
 
 
 def _is_bad(tensor: Tensor | None) -> bool:
@@ -496,7 +402,3 @@ def _is_bad(tensor: Tensor | None) -> bool:
 def run_jobs(rank: int, world_size: int, jobs: list[Job]) -> list[Record]:
     """Body for `run_ranks`: jobs one after the other in the same processes, each with a fresh model and guard."""
     return [train(job, rank) for job in jobs]
-
-
-def with_options(job: Job, **options: Any) -> Job:
-    return dataclasses.replace(job, options={**job.options, **options})

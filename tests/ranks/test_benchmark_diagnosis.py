@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import judging
 from benchmarks.diagnosis import compare
 from benchmarks.diagnosis_text import document, table
-from benchmarks.judging import Expected, Mark
-from benchmarks.peers import Statement, Stop
+from benchmarks.judging import Mark
 
 pytestmark = pytest.mark.exhaustive
-
 TOOLS = ["ddp_nanguard", "detect_anomaly", "forward hooks", "gradient check"]
 FAULT, QUIET = "C13 a scale from the local shard", "G03 bad rows are sliced away"
 
@@ -46,17 +43,3 @@ def test_the_document_names_every_case_and_tool(marks: list[Mark]) -> None:
     assert all(tool in text for tool in TOOLS)
     assert "[C13](https://github.com/pytorch/torchtitan/issues/3109) a scale from the local shard" in text
     assert "- none" in text.partition("## Where ddp_nanguard's answer is missing")[2].partition("##")[0]
-
-
-def test_a_rank_is_named_only_by_the_culprit_alone() -> None:
-    expected = Expected(False, step=1, rank=1)
-    stops = [Stop("alarm", 1, True), Stop("alarm", 1, True)]
-    both = judging.judge(Mark("c", "t", "A"), expected, stops, {0: Statement(), 1: Statement()})
-    one = judging.judge(Mark("c", "t", "A"), expected, stops, {0: Statement(located=False), 1: Statement()})
-    assert (both.letters(), one.letters()) == ("NA·", "NAR")
-
-
-def test_a_stop_after_the_update_is_late() -> None:
-    stops = [Stop("end", 3), Stop("alarm", 2, unchanged=False)]
-    late = judging.judge(Mark("c", "t", "A"), Expected(False, step=1, rank=1), stops, {1: Statement()})
-    assert (late.outcome, late.letters()) == ("late", "··R")

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.diagnosing import WIDTH, Body, Job, N, batch, body, diagnosed, inline_code, marked, of_loss, square
+from tests.diagnosing import WIDTH, Body, N, Training, batch, body, diagnosed, inline_code, marked, of_loss, square
 
 THIS = sys.modules[__name__]
 
@@ -22,14 +22,13 @@ def root_of_squares(h: Tensor) -> Tensor:
     return h + (h * 0).pow(2).sum().sqrt()
 
 
-# -- values from outside
-# --------------------------------------------------------------------------------------------------------
+# -- values from outside -----------------------------------------------------------------------------------------------
 
 
 def test_a_bad_sample_is_named_with_its_ids(tmp_path: Path) -> None:
     items = batch(path=["a.png", "b.png", "c.png", "d.png", "e.png", "f.png"], index=torch.arange(100, 106))
     items["x"][3, 1] = math.nan
-    found = diagnosed(Job(body(torch.tanh), square, [batch(), items], accumulation=2), tmp_path)
+    found = diagnosed(Training(body(torch.tanh), square, [batch(), items], accumulation=2), tmp_path)
     assert found.traced is not None and found.traced.first_nonfinite_op is not None
     assert found.traced.micro_batch == 1
     assert (found.traced.first_nonfinite_op.layer, found.traced.first_nonfinite_op.call) == ("a", 1)
@@ -48,7 +47,7 @@ class Spoilt(Body):
 
 
 def test_a_weight_that_was_bad_before_training(tmp_path: Path) -> None:
-    found = diagnosed(Job(Spoilt, square, [batch()]), tmp_path)
+    found = diagnosed(Training(Spoilt, square, [batch()]), tmp_path)
     assert (found.reason.kind, found.reason.sentence) == ("state", "b.weight held NaN before any training")
     assert found.traced is not None and found.traced.first_nonfinite_op is not None
     assert found.traced.first_nonfinite_op.layer == "b"
@@ -63,7 +62,7 @@ class Unwritten(Body):
 
 
 def test_memory_that_nobody_wrote(tmp_path: Path) -> None:
-    found = diagnosed(Job(lambda: Unwritten(torch.tanh), square, [batch()]), tmp_path)
+    found = diagnosed(Training(lambda: Unwritten(torch.tanh), square, [batch()]), tmp_path)
     assert found.reason.kind == "uninitialised memory"
     assert (
         found.traced is not None
@@ -85,7 +84,7 @@ class Normed(Body):
 
 
 def test_running_statistics_that_overflow(tmp_path: Path) -> None:
-    found = diagnosed(Job(lambda: Normed(), square, [batch()]), tmp_path)
+    found = diagnosed(Training(lambda: Normed(), square, [batch()]), tmp_path)
     assert found.traced is not None and found.traced.first_nonfinite_op is not None
     assert found.traced.target == "the buffer norm.running_var is +Inf"
     assert (found.traced.first_nonfinite_op.operator, found.traced.first_nonfinite_op.layer) == (
@@ -128,8 +127,7 @@ def test_a_number_of_the_batch(held: Any, tmp_path: Path) -> None:
     assert found.reason.sentence == f'batch["w"]{"[1]" if isinstance(held, list) else ""} holds NaN'
 
 
-# -- optimizers, scalers, growth
-# ------------------------------------------------------------------------------------------------
+# -- optimizers, scalers, growth ---------------------------------------------------------------------------------------
 
 
 class Half(Body):
@@ -146,7 +144,7 @@ def half_step(model: Any, items: Any) -> Tensor:
 @pytest.mark.parametrize("keep", [False, True])
 def test_an_eps_that_is_zero_in_half_precision(keep: bool, tmp_path: Path) -> None:
     adam = lambda parameters: torch.optim.Adam(parameters, lr=1e-3)  # noqa: E731  # shorter than a function
-    job = Job(Half, half_step, [batch(), batch()], optimizer=adam, options={"keep_previous": keep})
+    job = Training(Half, half_step, [batch(), batch()], optimizer=adam, options={"keep_previous": keep})
     found = diagnosed(job, tmp_path)
     assert found.reason.kind == "update overflow"
     assert "eps=1e-08 is 0 in float16: the update of" in found.reason.sentence
@@ -162,7 +160,7 @@ def test_a_learning_rate_that_is_no_number(tmp_path: Path) -> None:
 
 
 def test_growth_by_a_learning_rate(tmp_path: Path) -> None:
-    job = Job(lambda: Body(lambda h: h), square, [batch()] * 80)
+    job = Training(lambda: Body(lambda h: h), square, [batch()] * 80)
     job.optimizer = lambda parameters: torch.optim.SGD(parameters, lr=3.0)
     found = diagnosed(job, tmp_path)
     assert found.reason.kind == "growth"
@@ -186,8 +184,7 @@ def test_a_scale_that_is_too_large_for_too_long(tmp_path: Path) -> None:
     assert (found.reason.kind, found.reason.sentence) == ("scale collapse", "scale collapse: 2 overflows in a row")
 
 
-# -- calls, recomputation, compiled code
-# ----------------------------------------------------------------------------------------
+# -- calls, recomputation, compiled code -------------------------------------------------------------------------------
 
 
 class Twice(Body):
@@ -200,7 +197,7 @@ class Twice(Body):
 
 
 def test_a_shared_encoder(tmp_path: Path) -> None:
-    found = diagnosed(Job(lambda: Twice(torch.tanh), square, [batch()]), tmp_path)
+    found = diagnosed(Training(lambda: Twice(torch.tanh), square, [batch()]), tmp_path)
     assert (
         found.traced is not None
         and found.traced.first_nonfinite_op is not None
@@ -234,7 +231,7 @@ class Second(Body):
 
 
 def test_the_call_of_a_shared_module(tmp_path: Path) -> None:
-    found = diagnosed(Job(Second, square, [batch()]), tmp_path)
+    found = diagnosed(Training(Second, square, [batch()]), tmp_path)
     assert (
         found.traced is not None
         and found.traced.first_nonfinite_op is not None
@@ -266,7 +263,7 @@ class Checkpointed(Body):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing(reentrant: bool, tmp_path: Path) -> None:
-    found = diagnosed(Job(lambda: Checkpointed(reentrant), square, [batch()]), tmp_path)
+    found = diagnosed(Training(lambda: Checkpointed(reentrant), square, [batch()]), tmp_path)
     assert (
         found.traced is not None
         and found.traced.first_nonfinite_op is not None
@@ -290,7 +287,7 @@ def test_autocast(tmp_path: Path) -> None:
         with torch.autocast("cpu", dtype=torch.float16):
             return model(items["x"] * 1e4).square().float().mean()  # type: ignore[no-any-return]  # <autocast>
 
-    found = diagnosed(Job(lambda: Body(lambda h: h), step, [batch()]), tmp_path)
+    found = diagnosed(Training(lambda: Body(lambda h: h), step, [batch()]), tmp_path)
     assert (
         found.traced is not None
         and found.traced.first_nonfinite_op is not None
@@ -311,7 +308,7 @@ def test_compiled_models_are_replayed_eagerly_and_that_is_said(tmp_path: Path) -
         model.compile(backend="eager")
         return model
 
-    found = diagnosed(Job(build, square, [batch()]), tmp_path)
+    found = diagnosed(Training(build, square, [batch()]), tmp_path)
     assert (
         found.traced is not None
         and found.traced.first_nonfinite_op is not None

@@ -18,8 +18,7 @@ from tests.diagnosing import WIDTH, N, diagnosed, inline_code, marked, of_loss
 THIS = sys.modules[__name__]
 
 
-# -- functions between two layers
-# -----------------------------------------------------------------------------------------------
+# -- functions between two layers --------------------------------------------------------------------------------------
 
 
 def where_trap(h: Tensor) -> Tensor:
@@ -211,8 +210,7 @@ def test_between_two_layers(name: str, function: Any, operator: str, kind: str, 
     assert first_nonfinite_op.layer == ""
 
 
-# -- losses
-# ---------------------------------------------------------------------------------------------------------------------
+# -- losses ------------------------------------------------------------------------------------------------------------
 
 
 def balanced(logits: Tensor, items: dict[str, Any]) -> Tensor:
@@ -248,18 +246,18 @@ def masked_late(logits: Tensor, items: dict[str, Any]) -> Tensor:
 LABELS = torch.tensor([0, 2, 2, 0, 0, 2])
 LOSSES: list[tuple[str, Callable[..., Any], dict[str, Any], str, str, str]] = [
     ("D06", balanced, {"y": LABELS}, "aten.div.Tensor", "division by zero",
-     "0/0 in `(errors * targets).sum(0) / counts` (test_reasons.py:LINE): the divisor, a sum over the batch, "
+     "0/0 in `(errors * targets).sum(0) / counts` (test_operators.py:LINE): the divisor, a sum over the batch, "
      "is 0 at index 1: class 1 is absent in this batch"),
     ("weights", weighted, {"w": torch.zeros(N)}, "aten.div.Tensor", "division by zero",
-     "0/0 in `(logits.mean(1) * weights).sum() / weights.sum()` (test_reasons.py:LINE): the divisor, "
+     "0/0 in `(logits.mean(1) * weights).sum() / weights.sum()` (test_operators.py:LINE): the divisor, "
      "a sum over all 6 elements, is 0"),
     ("D07", over_nothing, {"y": LABELS}, "aten.mean.default", "empty reduction",
-     "mean over nothing in `chosen.mean()` (test_reasons.py:LINE)"),
+     "mean over nothing in `chosen.mean()` (test_operators.py:LINE)"),
     ("E05", ignored, {"y": LABELS}, "aten.nll_loss_forward.default", "empty reduction",
-     "all labels are ignored in `F.cross_entropy(logits, items[\"y\"] * 0 - 100)` (test_reasons.py:LINE): "
+     "all labels are ignored in `F.cross_entropy(logits, items[\"y\"] * 0 - 100)` (test_operators.py:LINE): "
      "the mean is over nothing"),
     ("E08", named, {}, "aten.log.default", "edge of domain",
-     "log of 0 in `(logits.mean() * 0).log()` (test_reasons.py:LINE)"),
+     "log of 0 in `(logits.mean() * 0).log()` (test_operators.py:LINE)"),
     ("E03", masked_late, {"t": torch.tensor([[math.nan, 0, 0]] + [[0.0, 0, 0]] * 5)},
      "aten.mse_loss_backward.default", "bad input", 'batch["t"] holds NaN, sample 0'),
 ]  # fmt: skip

@@ -1,0 +1,1 @@
+"""Properties of any module tree, drawn by hypothesis."""

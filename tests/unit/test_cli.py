@@ -1,0 +1,71 @@
+"""The command line: `list` and `show`, wrong usage, dumps that cannot be used."""
+
+import dataclasses
+import json
+
+import pytest
+
+from ddp_nanguard.cli import main as cli
+from ddp_nanguard.dump import write_dump
+from ddp_nanguard.dump.records import SCHEMA_VERSION
+from tests.dump_requests import report, request
+
+
+def run_cli(capsys, *arguments):
+    try:
+        code = cli.main([str(argument) for argument in arguments])
+    except SystemExit as error:
+        code = error.code
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_cli_list(tmp_path, path, capsys):
+    write_dump(request(tmp_path, step=123456789, options={"dump_keep": 0}))
+    (tmp_path / "step-00000008.partial" / "rank-00003").mkdir(parents=True)
+    code, out, err = run_cli(capsys, "list", tmp_path)
+    assert (code, err) == (0, "")
+    header, first, second, third = out.splitlines()
+    assert header.split() == ["STEP", "WHEN", "DUMP", "RANKS", "SIZE", "STATUS", "ORIGIN"]
+    assert first.split()[0] == "7" and "step-00000007  " in first and "1/1" in first and "whole" in first
+    assert "rank 0 · micro-batch 1 · forward · layers.2.act (call 1): finite in, NaN out" in first
+    assert second.split()[0] == "8" and "1/?" in second and "partial" in second
+    assert third.split()[0] == "123456789"
+    columns = {
+        line.rindex(text) for line, text in zip((first, second, third), ("whole", "partial", "whole"), strict=True)
+    }
+    assert columns == {header.index("STATUS")}
+
+
+def test_cli_list_of_nothing(tmp_path, capsys):
+    assert run_cli(capsys, "list", tmp_path) == (0, "no dumps\n", "")
+    line = f"ddp-nanguard: {tmp_path}/x does not exist: nothing went bad there yet, or the run had another dump_dir\n"
+    assert run_cli(capsys, "list", tmp_path / "x") == (2, "", line)
+
+
+def test_cli_show(path, capsys):
+    code, out, err = run_cli(capsys, "show", path)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[:2] == ["rank 0, step 7, micro-batch 1, forward", "  layers.2.act (call 1): finite in, NaN out"]
+    assert lines[-1] == f"  next      ddp-nanguard replay {path} --trace"
+    assert "\x1b" not in out and max(len(line) for line in lines if str(path) not in line) <= 110
+    code, out, _ = run_cli(capsys, "show", path, "--json")
+    assert code == 0 and json.loads(out) == {
+        "schema_version": SCHEMA_VERSION,
+        **dataclasses.replace(report(), dump_path=str(path)).to_dict(),
+    }
+
+
+@pytest.mark.parametrize("arguments", [[], ["show"], ["list"], ["nothing"], ["show", "--frames", "x"]])
+def test_cli_wrong_usage(arguments, capsys):
+    code, out, err = run_cli(capsys, *arguments)
+    assert (code, out) == (2, "") and "usage: ddp-nanguard" in err
+
+
+def test_cli_unusable_dump(path, capsys):
+    (path / "manifest.json").write_text("{")
+    code, out, err = run_cli(capsys, "show", path)
+    assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith(
+        f"ddp-nanguard: {path}/manifest.json is no valid"
+    )

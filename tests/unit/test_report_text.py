@@ -1,0 +1,42 @@
+"""The report as text."""
+
+import dataclasses
+
+from ddp_nanguard.report.text import human_size, report_text
+from ddp_nanguard.report.types import FaultReport
+from tests.dump_requests import report
+
+
+def test_report_text():
+    text = report_text(dataclasses.replace(report(12, 8), dump_path="nan_dumps/step-00000012"))
+    assert text.splitlines() == [
+        "rank 0, step 12, micro-batch 1, forward",
+        "  layers.2.act (call 1): finite in, NaN out",
+        "",
+        "  evidence  (4, 4) float32: 3 NaN, 1 Inf, 0 -Inf of 16; largest finite 2.5; ranks affected: 0",
+        "  cause     the log of a negative number",
+        "  state     all 8 ranks stopped before the update; weights are those of step 11",
+        "",
+        "  next      ddp-nanguard replay nan_dumps/step-00000012 --trace",
+    ]
+
+
+def test_report_text_of_damage_and_of_nothing():
+    damaged = dataclasses.replace(
+        report(), nonfinite_state=tuple(f"model.w{i}" for i in range(9)), origin=None, sites=()
+    )
+    text = report_text(damaged)
+    assert text.startswith("step 7\n  the log of a negative number\n")
+    assert "DAMAGED: model.w0, model.w1, model.w2, model.w3, model.w4, model.w5 and 3" in text
+    assert isinstance(FaultReport.from_dict(damaged.to_dict()), FaultReport)
+    assert "\x1b[31m" in report_text(report(), color=True)
+
+
+def test_human_size():
+    assert [human_size(size) for size in (0, 999, 2048, 412 * 2**20, 3 * 2**30)] == [
+        "0 B",
+        "999 B",
+        "2.0 KiB",
+        "412 MiB",
+        "3.0 GiB",
+    ]
