@@ -1,7 +1,8 @@
 """Who finds what: the public failure cases of ``tests/cases`` through this package and what people use today.
 
     pip install -c constraints.txt -e '.[test,bench]'
-    python benchmarks/diagnosis.py [--cases A01 D ...] [--tools NAME ...] [--write docs/diagnosis.md] [--json FILE]
+    python benchmarks/diagnosis.py [--cases A01 D ...] [--tools NAME ...]
+        [--write benchmarks/results/diagnosis.md] [--json FILE]
 
 Each case is trained on two real processes (gloo, CPU) once per tool, from the same weights, on the same data, in the
 same loop. The tools are in `peers`, what counts as a right answer is in `judging`, the document in `diagnosis_text`.

@@ -30,7 +30,8 @@ INTRO = """# Who finds what
 once with each tool: {num_faults} with a fault, {num_legitimate} in which nothing may stop.
 
 ```bash
-pip install -c constraints.txt -e '.[test,bench]' && python benchmarks/diagnosis.py --write docs/diagnosis.md
+pip install -c constraints.txt -e '.[test,bench]'
+python benchmarks/diagnosis.py --write benchmarks/results/diagnosis.md
 ```
 
 Machine: {machine}, gloo, one thread per rank. The run takes about five minutes.

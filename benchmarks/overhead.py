@@ -116,7 +116,7 @@ class Remarks(logging.Handler):
 def measure(case: Case, extent: Extent) -> dict[str, Any]:
     """All columns of one case. Collective: as the training steps, and a few of its own between them."""
     before = load()
-    warn_role = Remarks()
+    remarks = Remarks()
     torch._dynamo.reset()
     counters.clear()
     torch._dynamo.config.recompile_limit = 64  # every loop has a model of its own, of the same code
@@ -139,7 +139,7 @@ def measure(case: Case, extent: Extent) -> dict[str, Any]:
         "load": [before, load()],
         "recompilations": _graphs() - graphs,
         "graph_breaks": breaks,
-        "remarks": warn_role.taken(),
+        "remarks": remarks.taken(),
         "columns": rows,
     }
 

@@ -1,7 +1,7 @@
 """Turns the JSON files of the cost benchmarks into one document and its plots.
 
     python benchmarks/report.py [--counts FILE] [--overhead FILE...] [--profile FILE] [--scale FILE] [--dump FILE]
-        [--gpu FILE] --write docs/cost.md
+        [--gpu FILE] --write benchmarks/results/cost.md
 
 Plots go to a directory `plots` beside the document. What there is no file for is said to be not measured.
 """
@@ -47,7 +47,8 @@ python benchmarks/scale.py --max-ranks 8 --json scale.json
 python benchmarks/dump.py --json dump.json
 python benchmarks/gpu.py --json gpu.json
 python benchmarks/report.py --counts counts.json --overhead long.json small.json rest.json fsdp2.json \\
-    compiled.json --profile profile.json --scale scale.json --dump dump.json --gpu gpu.json --write docs/cost.md
+    compiled.json --profile profile.json --scale scale.json --dump dump.json --gpu gpu.json \\
+    --write benchmarks/results/cost.md
 ```
 """
 
@@ -147,9 +148,9 @@ def merged(files: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if known is not case:
             columns = sorted([*known["columns"], *case["columns"]], key=lambda column: column.get("pairs", 0))
             longest = {column["column"]: column for column in columns}
-            warn_role = list(dict.fromkeys([*known["remarks"], *case["remarks"]]))
+            remarks = list(dict.fromkeys([*known["remarks"], *case["remarks"]]))
             ordered = [longest[name] for name in COLUMNS if name in longest]
-            cases[case["case"]] = {**known, "columns": ordered, "remarks": warn_role}
+            cases[case["case"]] = {**known, "columns": ordered, "remarks": remarks}
     return list(cases.values())
 
 

@@ -37,7 +37,8 @@ def trace_all_ranks(session: Session, outcome: Result, render: Callable[[Diagnos
     rank = named if made_it[named] or not any(made_it) else made_it.index(True)
     texts: list[str | None] = [None]
     if session.rank == rank:
-        got = "" if rank == named else f"rank {named} got the value from another rank\n"
+        is_named = origin is not None and origin.rank is not None  # nobody is, where the reduce made the value
+        got = f"rank {named} got the value from another rank\n" if is_named and rank != named else ""
         texts = [f"\n{got}rank {rank}: {render(found)}{_reduce_text(found, largest, origin)}"]
     dist.broadcast_object_list(texts, src=rank)
     return texts[0] or ""

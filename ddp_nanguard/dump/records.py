@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from ddp_nanguard.config import GuardConfig
 from ddp_nanguard.errors import DumpError
+from ddp_nanguard.report.text import replay_lacks
 from ddp_nanguard.report.types import FaultReport, Natural, Rank, Rule, Shape
 
 from .format import FileEntry
@@ -167,9 +168,9 @@ class Manifest:
         return self.weights.complete or self.alone
 
     @property
-    def can_replay(self) -> bool:
-        """Whether a replay finds what it needs without being told more: a recipe, and the batches."""
-        return self.recipe is not None and not self.options.redact
+    def replay_lacks(self) -> str | None:
+        """What the training must be given so that its dumps can be replayed; None where nothing is missing."""
+        return replay_lacks(self.recipe, self.options.redact)
 
     @property
     def weights_problem(self) -> str | None:

@@ -17,7 +17,7 @@ from ddp_nanguard.dump.write import write_dump
 from ddp_nanguard.errors import NonFiniteError
 from ddp_nanguard.probes.severity import Severity
 from ddp_nanguard.report.messages import log_line
-from ddp_nanguard.report.text import error_text
+from ddp_nanguard.report.text import error_text, replay_lacks
 from ddp_nanguard.report.types import FaultReport, Phase
 from ddp_nanguard.report.wording import listed
 from ddp_nanguard.wrappers.grad_scaler import ScalerSnapshot
@@ -132,7 +132,7 @@ class FaultPolicy:
         report = self._dumped(report, findings, record)
         if isinstance(record.scaler, ScalerSnapshot):  # the scaler has been updated since
             record.scaler.restore()
-        text = error_text(report, can_replay=context.recipe is not None and not context.config.redact)
+        text = error_text(report, replay_lacks(context.recipe, context.config.redact))
         raise NonFiniteError(text, report, context.config.exit_code, context.ranks.barrier)
 
     def _undone(self, report: FaultReport) -> StepRecord | None:

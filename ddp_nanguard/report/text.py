@@ -24,12 +24,19 @@ _BOLD, _RED, _DIM, _PLAIN = "\x1b[1m", "\x1b[31m", "\x1b[2m", "\x1b[0m"
 # -- the rows ----------------------------------------------------------------------------------------------------------
 
 
-def fault_rows(report: FaultReport, can_replay: bool) -> list[tuple[str, str]]:
+def replay_lacks(recipe: str | None, is_redacted: bool) -> str | None:
+    """What the next training must be given so that its dump can be replayed; None where nothing is missing."""
+    if is_redacted:
+        return "train with redact=False"
+    return 'give replay="module:function"' if recipe is None else None
+
+
+def fault_rows(report: FaultReport, lacks: str | None) -> list[tuple[str, str]]:
     """What is known of a fault, as (label, text): evidence, cause, state of the job, notes, the next command.
 
     Args:
         report: of the fault.
-        can_replay: whether the dump names a recipe and holds the batches.
+        lacks: what a replay of the dump lacks, see `replay_lacks`.
     """
     rows = [
         ("evidence", f"{_evidence(report.origin)}{_affected(report)}"),
@@ -37,7 +44,7 @@ def fault_rows(report: FaultReport, can_replay: bool) -> list[tuple[str, str]]:
         ("state", _state(report)),
         ("rerun", report.rerun.text if report.rerun is not None else ""),
         *(("note", note) for note in report.notes),
-        ("next", _next_command(report, can_replay) if report.dump_path else ""),
+        ("next", _next_command(report, lacks) if report.dump_path else ""),
     ]
     return [(label, text) for label, text in rows if text]
 
@@ -87,26 +94,26 @@ def _state(report: FaultReport) -> str:
     return f"{ranks} stopped before the update; {before}"
 
 
-def _next_command(report: FaultReport, can_replay: bool) -> str:
+def _next_command(report: FaultReport, lacks: str | None) -> str:
     """The command that helps most with this fault; a replay only where one is possible."""
     origin, dump = report.origin, report.dump_path
-    if origin is not None and origin.phase is Phase.REDUCE and can_replay and report.world_size > 1:
+    if origin is not None and origin.phase is Phase.REDUCE and lacks is None and report.world_size > 1:
         # one rank alone cannot show it
         return f"torchrun --nproc-per-node {report.world_size} -m ddp_nanguard replay {dump} --trace"
     is_update = origin is not None and origin.phase is Phase.OPTIMIZER and origin.layer is not None
     if is_update and report.nonfinite_state:
         return f"ddp-nanguard show {dump}; to replay an update, train with keep_previous=True"
-    if not can_replay:
-        return f'ddp-nanguard show {dump}; to replay, give replay="module:function"'
+    if lacks is not None:
+        return f"ddp-nanguard show {dump}; to replay, {lacks}"
     return f"ddp-nanguard replay {dump} --trace"
 
 
 # -- the error ---------------------------------------------------------------------------------------------------------
 
 
-def error_text(report: FaultReport, can_replay: bool = True) -> str:
+def error_text(report: FaultReport, lacks: str | None = None) -> str:
     """The text of `NonFiniteError`: what and where, evidence, state of the job, the next command."""
-    rows = [f"  {label + ':':<{LABEL_WIDTH}}{text}" for label, text in fault_rows(report, can_replay)]
+    rows = [f"  {label + ':':<{LABEL_WIDTH}}{text}" for label, text in fault_rows(report, lacks)]
     return "\n".join([": ".join(headline(report)), *rows])
 
 
@@ -125,8 +132,8 @@ class Holdings(Protocol):
         """``module:function``."""
 
     @property
-    def can_replay(self) -> bool:
-        """Whether a replay finds a recipe and the batches."""
+    def replay_lacks(self) -> str | None:
+        """What a replay would need; see the function of this name."""
 
     @property
     def versions(self) -> Mapping[str, str]:
@@ -162,7 +169,7 @@ def report_text(report: FaultReport, manifest: Holdings | None = None, *, color:
         color: whether terminal colours are wanted.
     """
     place, what_happened = headline(report)
-    *rows, last = fault_rows(report, manifest is None or manifest.can_replay) or [("", "")]
+    *rows, last = fault_rows(report, None if manifest is None else manifest.replay_lacks) or [("", "")]
     if last[0] != "next":
         rows, last = [*rows, last], ("", "")
     lines = [place, f"  {what_happened}", ""]

@@ -2,7 +2,9 @@
 
 import dataclasses
 
-from ddp_nanguard.report.text import human_size, report_text
+import pytest
+
+from ddp_nanguard.report.text import error_text, fault_rows, human_size, replay_lacks, report_text
 from ddp_nanguard.report.types import FaultReport
 from tests.dump_requests import report
 
@@ -40,3 +42,20 @@ def test_human_size():
         "412 MiB",
         "3.0 GiB",
     ]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "is_redacted", "remedy"),
+    [
+        (None, False, 'to replay, give replay="module:function"'),
+        (None, True, "to replay, train with redact=False"),
+        ("train:recipe", True, "to replay, train with redact=False"),
+    ],
+)
+def test_the_error_and_the_report_name_the_same_next_command(recipe, is_redacted, remedy):
+    found = dataclasses.replace(report(12, 8), dump_path="nan_dumps/step-00000012")
+    lacks = replay_lacks(recipe, is_redacted)
+    expected = f"ddp-nanguard show nan_dumps/step-00000012; {remedy}"
+    assert error_text(found, lacks).splitlines()[-1] == f"  next:     {expected}"
+    assert ("next", expected) in fault_rows(found, lacks)
+    assert error_text(found, replay_lacks("train:recipe", False)).endswith("--trace")
