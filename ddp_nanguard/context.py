@@ -94,11 +94,12 @@ class GuardContext:
     def keep_clean_step(self, step: int) -> None:
         """Put the slots of a clean step into the history.
 
-        With ``keep_previous`` all that its update can change is copied. Host sync: none.
+        With ``keep_previous`` all that its update can change is copied, and the record kept beside it. Host sync: none.
         """
-        record = self.record(step) if self.previous is not None else None
         past = self.slots.push_history(step)
-        if self.previous is not None and record is not None:
+        if self.previous is not None:
+            record = self.record(step)
+            # the open window is about to be cleared and filled anew
             record.window, record.slots = self.window.frozen_copy(), past
             tensors = [self.wrapper.local(parameter) for _, parameter in self.state.parameters()]
             self.previous.snapshot(record, tensors, self.optimizers)

@@ -19,8 +19,7 @@ from ddp_nanguard.context import GuardContext
 from ddp_nanguard.distributed.verdict import Verdict
 from ddp_nanguard.errors import NonFiniteError
 from ddp_nanguard.hooks.loop import OptimizerHooks
-from ddp_nanguard.probes.coverage import HookCheck
-from ddp_nanguard.probes.severity import Severity, SeverityReducer
+from ddp_nanguard.probes.severity import Severity
 from ddp_nanguard.probes.slots import SlotRole
 from ddp_nanguard.probes.sources import LossSource
 from ddp_nanguard.report.types import Phase
@@ -28,6 +27,7 @@ from ddp_nanguard.report.types import Phase
 from .counter import MonitorStepCounter
 from .deferred import DeferredVerdict
 from .forward import ModelForward
+from .judge import StepJudge
 from .stage import LastVerdict, StepStage
 
 _NO_BATCH = object()
@@ -57,11 +57,8 @@ class StepMonitor:
         self.counter = MonitorStepCounter(self)
         self._context = context
         self._handler = handler
-        self._severity = SeverityReducer(
-            context.slots, context.device, context.scaler is not None, config.grad_norm_warn
-        )
+        self._judge = StepJudge(context, handler)
         self._deferred = DeferredVerdict(context) if config.verdict == "deferred" else None
-        self._hook_check = HookCheck(context.forward, context.slots) if context.watches_activations else None
         # - what the loop has done last
         self._batch: Any = _NO_BATCH
         self._last: LastVerdict | None = None
@@ -176,7 +173,7 @@ class StepMonitor:
 
     def check(self) -> bool:
         """The verdict now; whether the update may go ahead. Before any rank's backward it is no step of its own."""
-        return self._judge(is_step=False)
+        return self._give_verdict(is_step=False)
 
     def before_update(self, optimizer: torch.optim.Optimizer) -> bool:
         """``optimizer.step`` is entered: may it go on? Optimizers that step after one backward share a verdict."""
@@ -186,34 +183,19 @@ class StepMonitor:
                 raise last.error
             goes_on = last.goes_on
         else:
-            goes_on = self._judge(is_step=True)
+            goes_on = self._give_verdict(is_step=True)
         assert self._last is not None
         self._last.optimizers.add(id(optimizer))
         return goes_on
 
-    def _judge(self, is_step: bool) -> bool:
+    def _give_verdict(self, is_step: bool) -> bool:
         with torch.inference_mode(False), torch.no_grad():  # slots must not become inference tensors
             self._resolve_previous()
-            verdict = self._ask_all_ranks()
+            verdict = self._judge.ask_all_ranks(self.step, self.stage is StepStage.BACKWARD)
+            self.has_unjudged_update = False
             if self._deferred is not None and is_step and self._deferred.can_defer():
                 return self._defer(verdict)
             return self._read(verdict, is_step)
-
-    def _ask_all_ranks(self) -> Verdict:
-        context, ran_backward = self._context, self.stage is StepStage.BACKWARD
-        severity = self._context.timed(self._own_severity)
-        cost_ppm = context.budget.parts_per_million() if ran_backward else 0
-        verdict = context.ranks.all_reduce_verdict(severity, ran_backward, cost_ppm)
-        self.has_unjudged_update = False
-        if ran_backward and self._hook_check is not None:
-            self._hook_check.after_backward(self.step, context.root_is_traced)
-        return verdict
-
-    def _own_severity(self) -> Tensor:
-        context = self._context
-        context.probe_before_verdict(self.step)
-        is_bad = context.config.watches(Phase.OPTIMIZER) and context.state.probe_hyper_parameters()
-        return self._severity.severity(Severity.FAULT if is_bad else Severity.CLEAN)
 
     def _read(self, verdict: Verdict, is_step: bool) -> bool:
         if self._deferred is not None:
@@ -223,7 +205,7 @@ class StepMonitor:
             return True
         self._last = last = LastVerdict()
         try:
-            decision = self._context.timed(self._handle, severity)
+            decision = self._context.timed(self._judge.decide, severity, self.step)
         except NonFiniteError as error:
             last.error, last.goes_on = error.without_traceback(), False
             self._context.slots.discard()
@@ -234,18 +216,6 @@ class StepMonitor:
         self._context.budget.all_ranks_took(cost_ppm)
         self._next_step()
         return last.goes_on
-
-    def _handle(self, severity: Severity) -> Decision:
-        decision = Decision.CLEAN
-        if severity is Severity.CLEAN:
-            self._handler.on_clean()
-        else:
-            decision = self._handler.on_verdict(severity, self.record())
-        if decision is Decision.CLEAN:
-            self._context.keep_clean_step(self.step)
-        else:
-            self._context.slots.discard()
-        return decision
 
     def record(self) -> StepRecord:
         """The step that is running, as the fault path needs it."""
@@ -345,6 +315,6 @@ class StepMonitor:
     def release(self) -> None:
         """After `close`: nothing here keeps the model alive; the number of the step stays."""
         self.close()
-        del self._context, self._handler, self._severity, self._deferred, self._hook_check, self._hooks
+        del self._context, self._handler, self._judge, self._deferred, self._hooks
         del self._forward
         del self._batch, self._last
