@@ -56,10 +56,12 @@ class NanGuard:
         group: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
-        self._model: Callable[[], Any] = lambda: model
+        self._model: Callable[[], Any] = lambda: model  # a weak reference once the guard is closed
         self._context = context = build_context(model, optimizer, scaler, replay, group, options)
+        # - a step: the monitor follows it, the policy acts on its verdict
         self._policy = FaultPolicy(context)
         self._monitor = StepMonitor(context, self._policy)
+        # - the end: of the guard, or of a rank that raises on its own
         self._is_left = False
         self._exit: SingleRankExit | None = None
         self._handles: list[Any] = []
@@ -145,8 +147,10 @@ class NanGuard:
     def _attach(self) -> None:
         context, monitor = self._context, self._monitor
         monitor.attach()
+        # after the monitor's hooks: hooks that inject put themselves first
         injection = follow_counter(context.wrapper.model, monitor.counter, context.injection, context.ranks.rank)
         self._handles += [] if injection is None else [injection]
+        # both last: from here on an exception or a peer's abort may ask for this rank's evidence
         self._exit = SingleRankExit(context, self._policy, monitor.last_record)
         watch_exit(self)
 
@@ -174,6 +178,7 @@ class NanGuard:
             self._exit.close()
             unwatch_exit(self)
         self._context.close()
+        # who keeps the guard must not keep DDP alive past its process group: the interpreter's shutdown may then hang
         self._model = weakref.ref(self._model())
         self._monitor.release()
         del self._policy, self._exit, self._context

@@ -40,17 +40,20 @@ class AbortSignal:
         self._num_ranks = num_ranks
         self._timeout_s = timeout_s
         shared: Any = dist.distributed_c10d._get_default_store()
-        self._store = shared.clone()  # a connection of its own
+        # a connection of its own: the shared one may be blocked by a main thread that waits in a store operation
+        self._store = shared.clone()
         self._stop = threading.Event()
+        # often enough that a peer ends well within timeout_s, seldom enough that many ranks are no load on the store
         interval_s = min(max(timeout_s / 20, 0.2), 5.0)
         arguments = (self._stop, self._store, self._key, interval_s, weakref.WeakMethod(on_set))
         thread = threading.Thread(target=_poll, args=arguments, name="ddp_nanguard-abort", daemon=True)
         thread.start()
+        # the thread must be gone before the interpreter takes the store apart under it
         self._close = weakref.finalize(self, _end_thread, self._stop, thread, 10 * interval_s)
 
     def set(self, text: str) -> None:
         """Tell the peers, unless one of them has done so already."""
-        self._stop.set()
+        self._stop.set()  # this rank's own thread need not hear of it
         try:
             if not self._store.check([self._key]):
                 self._store.set(self._key, f"rank {self._rank}: {text}"[:500])

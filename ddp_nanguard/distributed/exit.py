@@ -49,6 +49,7 @@ def watch_exit(handler: ExitHandler) -> None:
 def unwatch_exit(handler: ExitHandler) -> None:
     """The previous hook again when the last guard has gone, unless somebody has chained another one since."""
     _exit_handlers.discard(handler)
+    # a hook that somebody chained after ours still calls ours: it has to stay
     if not _exit_handlers and sys.excepthook is _ended:
         sys.excepthook = _previous.pop()
 
@@ -66,7 +67,7 @@ def _ended(kind: type[BaseException], error: BaseException, traceback: Traceback
         traceback = _users_frames(traceback)
         previous(kind, error.with_traceback(traceback), traceback)
         _flush()
-        error.barrier()
+        error.barrier()  # torchrun ends the others as soon as one worker has failed, and they may still write their dumps
         exit_process(error.exit_code)
     previous(kind, error, traceback)
     if isinstance(error, Exception):

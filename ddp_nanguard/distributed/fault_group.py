@@ -80,6 +80,7 @@ class FaultGroup:
 
     def reduce(self, values: list[int], op: dist.ReduceOp.RedOpType) -> list[int]:
         """Element-wise reduction of a few integers. Collective: one all-reduce of 8 bytes per value."""
+        # device="cpu" throughout: the job may have set another default device, which gloo cannot reduce
         words = torch.tensor(values, dtype=torch.int64, device="cpu")
         self.reduce_tensor(words, op)
         return [int(word) for word in words.tolist()]
@@ -135,6 +136,7 @@ class FaultGroup:
         Collective: at most ``max_texts + 1`` MIN all-reduces of 8 bytes and one SUM all-reduce of the texts. Nothing is
         gathered, so the size does not depend on the number of ranks.
         """
+        # Each round the smallest key of all ranks wins and its owner moves on; the others learn that they do not own it.
         waiting = sorted(mine)
         owned: list[str | None] = []
         while len(owned) < max_texts:

@@ -44,7 +44,9 @@ class RankGroup:
         self.rank = dist.get_rank() if self.connected else 0
         self.world_size = dist.get_world_size(group) if self.connected else 1
         self.members = dist.get_process_group_ranks(group or dist.group.WORLD) if self.connected else [0]
+        # - the verdict travels over the training group: all ranks have issued their gradient communication by then
         self.device = _verdict_device(group, device) if self.connected else device
+        # - everything else over a group of its own, which no watchdog of the training group looks at
         self.peers_lost = False
         self.guard_number = 0
         self.fault_group = FaultGroup(None)
@@ -209,7 +211,7 @@ def fault_group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
 
 def _verdict_device(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
     """A device that the group's backend can reduce: the model's where possible, else the CPU."""
-    backend = str(dist.get_backend(group))
+    backend = str(dist.get_backend(group))  # "gloo", or "cpu:gloo,cuda:nccl"
     takes_cpu = any(name in backend for name in ("gloo", "mpi", "fake", "ucc"))
     if device.type == "cpu" and not takes_cpu:
         return torch.device("cuda", torch.cuda.current_device())

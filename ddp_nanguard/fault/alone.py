@@ -50,6 +50,7 @@ class SingleRankExit:
             The exit code, None where the exception has nothing to do with a fault.
         """
         record = self._record()
+        # the step before this one was bad, or a peer has raised: then this exception is a consequence
         is_told = not record.is_current or (self._abort is not None and self._abort.is_set())
         if not is_told and not self._policy.has_findings(record) and not self._hears_of_peer():
             return None

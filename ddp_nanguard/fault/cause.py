@@ -1,4 +1,4 @@
-"""The sentence `FaultReport.cause`: what the rules of `why` answer on the rank where the fault began, told to all."""
+"""The sentence `FaultReport.cause`: what the rules answer on the rank where the fault began, told to all ranks."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ def explained(
     origin = report.origin
     if origin is None or origin.rank is None or report.cause.startswith("scale collapse"):
         return report
+    # the rules look at histories and batches, which only the rank where the fault began has
     is_mine = origin.rank == context.ranks.rank
     answer = _answer(context, record, findings, report) if is_mine else ""
     text = context.ranks.ask(lambda ranks: ranks.text_of(is_mine, answer))

@@ -1,4 +1,4 @@
-"""What a guard has at hand when a fault strikes, as the request for a dump."""
+"""What this rank knows and holds when a fault is handled, as the request for a dump."""
 
 from __future__ import annotations
 

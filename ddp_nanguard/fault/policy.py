@@ -76,8 +76,10 @@ class FaultPolicy:
         warns = config.on_fault == "warn" or (judgement.severity is Severity.LOSS and config.on_loss == "warn")
         if warns and not self.context.ranks.peers_lost:
             return self._warn(report, record)
+        # before anything slow or breakable: this line is what is left if the rest fails
         _log.error("%s", log_line(report))
         report = explained(self.context, record, findings, report, judgement.cause)
+        # without peers nobody knows whether they would skip too, and ranks that part train different models
         if config.on_fault == "skip" and not self.context.ranks.peers_lost:
             if self._may_skip(findings):
                 return self._skip(report, findings, record)
@@ -117,6 +119,7 @@ class FaultPolicy:
         return Decision.SKIP
 
     def _clear_gradients(self) -> None:
+        # this is what leaves the step out: an optimizer changes no parameter that has no gradient
         for optimizer in self.context.optimizers:
             optimizer.zero_grad(set_to_none=True)
         for _, parameter in self.context.wrapper.named_parameters():
@@ -154,6 +157,7 @@ class FaultPolicy:
 
     def _restore_buffers(self, report: FaultReport, findings: RankFindings, record: StepRecord) -> FaultReport:
         """No update happens, so the buffers too are to be those from before the window."""
+        # on every rank, also where none is bad: a loop that catches the error may save a checkpoint
         record.window.restore_buffers(self.context.named_buffers())
         (any_bad,) = self.context.ranks.any_of(bool(findings.nonfinite_state.buffers))
         if not any_bad:
@@ -196,7 +200,7 @@ class FaultPolicy:
         """
         if not self._busy.acquire(blocking=False):
             return None
-        self.context.ranks.peers_lost = True
+        self.context.ranks.peers_lost = True  # from here on no question is asked of any peer
         with torch.no_grad():
             findings = rescan(self.context, record)
             report = self.triage.report(record, findings, cause)

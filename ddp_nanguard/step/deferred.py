@@ -47,12 +47,15 @@ class DeferredVerdict:
 
     def __init__(self, context: GuardContext) -> None:
         self._context = context
+        # - the step before, whose verdict is on its way to the host
         self._pending: _PendingStep | None = None
-        self._spare = context.window.empty_copy()
-        self._flag: Tensor | None = None
-        self._theirs: dict[int, Tensor | None] = {}
-        self._updated: dict[int, set[int]] = {}
+        self._spare = context.window.empty_copy()  # two windows take turns: one is kept while the other is filled
+        # - what the device is told about this step
         self._blocks_from = _blocks_from(context)
+        self._flag: Tensor | None = None
+        self._theirs: dict[int, Tensor | None] = {}  # by id of the optimizer, what a scaler had put into found_inf
+        # - parameters that each optimizer has updated; one that was not may lack the state that its update reads
+        self._updated: dict[int, set[int]] = {}
 
     # -- one step, in order ------------------------------------------------------------------------------------------
 
@@ -66,13 +69,15 @@ class DeferredVerdict:
         if pending is None:
             return
         try:
-            severity, _, cost_ppm = pending.verdict.read()
+            severity, _, cost_ppm = pending.verdict.read()  # it has long arrived: no wait
             self._context.budget.all_ranks_took(cost_ppm)
             if severity is Severity.CLEAN:
                 handler.on_clean()
             else:
+                # it went there as a clean one; blame takes what is non-finite in the history for legitimate
                 self._context.slots.drop_history(pending.slots)
                 handler.on_verdict(severity, pending.record)
+                # the next window began with the buffers that the bad step left behind
                 self._context.window.repair_buffer_copies(pending.record.window)
         finally:
             pending.record.window.clear()
@@ -104,7 +109,7 @@ class DeferredVerdict:
         if self._flag is None:
             return
         theirs: Tensor | None = getattr(optimizer, "found_inf", None)
-        flag = self._flag.to(self._context.device)
+        flag = self._flag.to(self._context.device)  # gloo's verdict is on the CPU
         self._theirs[id(optimizer)] = theirs
         optimizer.found_inf = flag if theirs is None else torch.maximum(theirs, flag)  # type: ignore[attr-defined]
 

@@ -83,6 +83,7 @@ class StepMonitor:
         self._forward.follow_compilation()
         for hook in self.counter.batch_hooks:
             batch = hook(batch, self.step, len(self._context.window.micro_batches))
+        # a loop may step twice with one item: its second window begins with the same batch
         self._batch = batch
         self._context.timed(self._open_micro_batch, batch)
         if self._last is not None:
@@ -91,13 +92,13 @@ class StepMonitor:
 
     def _open_micro_batch(self, batch: Any) -> None:
         context = self._context
-        context.flush_compiled()
+        context.flush_compiled()  # what compiled code has piled up belongs to the micro-batch before
         micro_batch = context.window.begin_micro_batch(batch)
         context.forward.begin_micro_batch(micro_batch.index)
         is_only = micro_batch.index == 0 or context.backward.ran
         context.gradient.micro_batch = micro_batch.index if is_only else None  # one backward for several: not known
         context.backward.ran = False
-        if self.stage is not StepStage.BACKWARD:
+        if self.stage is not StepStage.BACKWARD:  # accumulation: the window has a backward already
             self.stage = StepStage.COLLECTING
 
     def _needs_micro_batch(self) -> bool:
@@ -141,13 +142,14 @@ class StepMonitor:
         micro_batch = context.window.micro_batches[-1]
         for hook in self.counter.loss_hooks:
             hook(value, micro_batch.index)
-        micro_batch.losses[name] = value.detach()
+        micro_batch.losses[name] = value.detach()  # the graph must not live until the verdict
         if context.config.watches(Phase.LOSS):
             context.slots.reduce(SlotRole.LOSS, value, LossSource(name, micro_batch.index))
 
     # -- 4. the backward -----------------------------------------------------------------------------------------------
 
     def _on_backward(self) -> None:
+        # on a GPU hooks run on autograd's own thread, while the main thread waits in backward()
         self.stage = StepStage.BACKWARD
 
     def _on_local_backward_end(self) -> None:
@@ -161,10 +163,12 @@ class StepMonitor:
     def _after_backward(self) -> None:
         context = self._context
         if context.wrapper.will_reduce():
+            # which micro-batches were communicated decides what a replay on one rank can compare
             context.window.mark_reduced()
             if context.config.watches(Phase.REDUCE):
                 context.gradient.probe_reduced()
         else:
+            # the local gradients, looked at already, are what the update will use
             context.gradient.mark_checked()
         if context.config.grad_norm_warn is not None:
             context.gradient.probe_norm()
@@ -178,6 +182,8 @@ class StepMonitor:
     def before_update(self, optimizer: torch.optim.Optimizer) -> bool:
         """``optimizer.step`` is entered: may it go on? Optimizers that step after one backward share a verdict."""
         last = self._last
+        # Sharing must come out alike on all ranks, or some would wait in an all-reduce that others never reach. So it
+        # goes by backwards and updates, which all ranks run, and not by forwards or batches, which may differ.
         if last is not None and self.is_judged and id(optimizer) not in last.optimizers:
             if last.error is not None:
                 raise last.error
@@ -192,7 +198,7 @@ class StepMonitor:
         with torch.inference_mode(False), torch.no_grad():  # slots must not become inference tensors
             self._resolve_previous()
             verdict = self._judge.ask_all_ranks(self.step, self.stage is StepStage.BACKWARD)
-            self.has_unjudged_update = False
+            self.has_unjudged_update = False  # the update before it was part of this verdict
             if self._deferred is not None and is_step and self._deferred.can_defer():
                 return self._defer(verdict)
             return self._read(verdict, is_step)
@@ -202,16 +208,17 @@ class StepMonitor:
             self._deferred.resolved_now()
         severity, any_backward, cost_ppm = verdict.read()
         if severity is Severity.CLEAN and not (is_step or any_backward):
-            return True
+            return True  # a check between two steps: the window stays open on every rank
         self._last = last = LastVerdict()
         try:
             decision = self._context.timed(self._judge.decide, severity, self.step)
         except NonFiniteError as error:
+            # a loop that catches it and steps all the same is stopped again, with the same text
             last.error, last.goes_on = error.without_traceback(), False
             self._context.slots.discard()
             raise
         finally:
-            self._close_window()
+            self._close_window()  # also after a stop: the process and its groups stay usable
         last.goes_on = decision is not Decision.SKIP
         self._context.budget.all_ranks_took(cost_ppm)
         self._next_step()
@@ -226,7 +233,7 @@ class StepMonitor:
     def _defer(self, verdict: Verdict) -> bool:
         assert self._deferred is not None
         self._deferred.defer(self.step, verdict)
-        self._last, self.has_unjudged_update = LastVerdict(), True
+        self._last, self.has_unjudged_update = LastVerdict(), True  # close() has to read this verdict
         self._close_window()
         self._next_step()
         return True
@@ -266,7 +273,7 @@ class StepMonitor:
             with torch.no_grad():
                 self._context.timed(self._context.state.probe_update, optimizer)
             self.has_unjudged_update = True
-        if self.stage is StepStage.JUDGED:
+        if self.stage is StepStage.JUDGED:  # not in COLLECTING: an optimizer that steps late shares the last verdict
             self.stage = StepStage.UPDATED
 
     def _last_goes_on(self) -> bool:
