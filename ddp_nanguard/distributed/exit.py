@@ -67,7 +67,7 @@ def _ended(kind: type[BaseException], error: BaseException, traceback: Traceback
         traceback = _users_frames(traceback)
         previous(kind, error.with_traceback(traceback), traceback)
         _flush()
-        error.barrier()  # torchrun ends the others as soon as one worker has failed, and they may still write their dumps
+        error.barrier()  # torchrun ends all workers once one has failed, and peers may still write their dumps
         exit_process(error.exit_code)
     previous(kind, error, traceback)
     if isinstance(error, Exception):

@@ -136,7 +136,7 @@ class FaultGroup:
         Collective: at most ``max_texts + 1`` MIN all-reduces of 8 bytes and one SUM all-reduce of the texts. Nothing is
         gathered, so the size does not depend on the number of ranks.
         """
-        # Each round the smallest key of all ranks wins and its owner moves on; the others learn that they do not own it.
+        # Each round the smallest key of all ranks wins and its owner moves on; the others learn that it is not theirs.
         waiting = sorted(mine)
         owned: list[str | None] = []
         while len(owned) < max_texts:
