@@ -58,7 +58,7 @@ def _add_more(parser: argparse.ArgumentParser) -> None:
 
 def run_replay(options: argparse.Namespace) -> int:
     """``ddp-nanguard replay DUMP``, in one process or in each process of torchrun. Returns the exit code."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if not _is_one_of_many():
         return _replay_alone(options)
     from .replay_ranks import replay_all_ranks
 
@@ -66,6 +66,12 @@ def run_replay(options: argparse.Namespace) -> int:
     if unfit:
         raise DumpError(f"option {unfit[0]} is for the replay of one rank: leave it out, or run without torchrun")
     return replay_all_ranks(options)
+
+
+def _is_one_of_many() -> bool:
+    """Whether torchrun, or another launcher that sets its variables, has started this process beside others."""
+    size = os.environ.get("WORLD_SIZE", "")
+    return "RANK" in os.environ and size.isdigit() and int(size) > 1
 
 
 def _replay_alone(options: argparse.Namespace) -> int:

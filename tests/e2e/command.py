@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from tests.e2e.exits import environment
 from tests.ranks import Outcome, run_ranks, run_ranks_raw
 from tests.replaying import Replayed, captured
@@ -36,4 +38,5 @@ def replay_launch(dump: str, world_size: int) -> list[Outcome]:
 def _launch(rank: int, world_size: int, dump: str) -> int:
     from ddp_nanguard.cli.main import main
 
+    os.environ["RANK"] = str(rank)
     return main(["replay", dump])

@@ -69,3 +69,19 @@ def test_cli_unusable_dump(path, capsys):
     assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith(
         f"ddp-nanguard: {path}/manifest.json is no valid"
     )
+
+
+@pytest.mark.parametrize("option", ["--json", "--rank=1", "--repeat=3", "--dtype=float64", "--minimize"])
+def test_what_one_rank_alone_can_do_is_refused_on_all_ranks(path, capsys, monkeypatch, option):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, out, err = run_cli(capsys, "replay", path, option)
+    name = option.partition("=")[0]
+    expected = f"option {name} is for the replay of one rank: leave it out, or run without torchrun"
+    assert (code, out, err) == (2, "", f"ddp-nanguard: {expected}\n")
+
+
+def test_a_world_size_without_a_rank_is_no_launcher(path, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, _, err = run_cli(capsys, "replay", path)
+    assert code == 2 and "'train'" in err, "it got as far as the recipe, which is not there"

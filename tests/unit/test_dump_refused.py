@@ -226,6 +226,7 @@ def test_every_entry_point(
         assert main([*command, str(dump)]) == 2
         out, err = capsys.readouterr()
         assert out == "" and err.count("\n") == 1 and err.startswith(f"ddp-nanguard: {dump}/manifest.json "), err
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["replay", str(dump)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
