@@ -156,7 +156,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def debug(session: Session, traced: Traced) -> ExperimentResult:
     """Open pdb in the user's frame at the operator that a trace has found, before the operator's caller continues.
 
-    The step is traced once more; ``traced`` says at which operator to stop.
+    The step is traced again; ``traced`` says at which operator to stop.
     """
     first = traced.first_nonfinite_op
     if first is None:

@@ -1,4 +1,4 @@
-"""The wrapper of `DistributedDataParallel`."""
+"""The wrapper of `DistributedDataParallel`, and how to wrap a module in it again."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ class FSDP1Wrapper(ShardedWrapper):
         return {**super().describe(), "units": units, "ignored": [name for name, _ in self.leaves()]}
 
     def free(self) -> None:
-        """As `Wrapper.free`; also frees flat parameters, which outlive their model: autograd and they refer to each other."""
+        """As `Wrapper.free`; also frees flat parameters, which outlive their model in a cycle with autograd."""
         super().free()
         for unit in self.units:
             if unit._handle is not None:

@@ -93,7 +93,7 @@ class FSDP2Wrapper(ShardedWrapper):
             yield name, parameter
 
     def describe(self) -> dict[str, Any]:
-        """As `Wrapper.describe`, with the mesh and, per call of `fully_shard`, its modules and options, parents first."""
+        """As `Wrapper.describe`, with the mesh and, per call of `fully_shard`, modules and options, parents first."""
         managed = set(self.names.values())
         return {
             **super().describe(),

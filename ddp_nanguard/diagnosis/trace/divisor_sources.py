@@ -31,7 +31,7 @@ class DivisorSource:
         operator: base name of the reduction, such as ``sum``.
         dims: reduced dimensions, not negative; None where all were reduced.
         shape: shape of the tensor that was reduced.
-        spot: the user's code that called the reduction; None where no frame of the user's was on the stack.
+        spot: the line of user code that called the reduction, None where there was none on the stack.
     """
 
     operator: str

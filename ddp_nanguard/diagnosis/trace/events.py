@@ -24,8 +24,9 @@ class Operand:
 
     Attributes:
         shape, dtype: of the tensor; the dtype without ``torch.``.
-        kind: the worst non-finite kind in it, or None. minimum, maximum: over its finite elements, None where there are
-            none. num_nan, num_inf, num_neg_inf, numel: counts of elements.
+        kind: the worst non-finite kind in it, or None.
+        minimum, maximum: over its finite elements, None where there are none.
+        num_nan, num_inf, num_neg_inf, numel: counts of elements.
         name: the parameter, buffer or batch path that owns the memory, or None.
     """
 
@@ -46,7 +47,8 @@ class NumberCall:
     """One operator call with copies of its arguments, kept so that the rules can inspect the values and call it again.
 
     Attributes:
-        function: the operator overload. args, kwargs: arguments before the call; tensors are detached copies.
+        function: the operator overload.
+        args, kwargs: arguments before the call; tensors are detached copies.
         output: a detached copy of the non-finite output.
     """
 
@@ -66,13 +68,13 @@ class Event:
         kind: the worst kind in its output.
         category: ``birth`` (output worse than all inputs: the operator made it), ``constant`` (the code itself wrote
             the number, such as a mask) or ``spread`` (it was in the inputs).
-        phase: ``forward``, ``step code``, ``backward``, ``recomputation`` or ``update``. layer, call: the module it ran
-            in, or whose forward made the autograd node; None in the step's own code.
+        phase: ``forward``, ``step code``, ``backward``, ``recomputation`` or ``update``.
+        layer, call: the module it ran in, or whose forward made the autograd node; None in the step's own code.
         lines: the user's code, innermost first; in backward only code of a custom function or hook, so mostly empty.
         forward_lines: in backward, the forward line that made the node.
         node: name of the autograd node that ran, in backward.
-        forward_operator: the operator that made the node. inputs, output: described for a ``birth`` and for operators
-            that took a value from outside the step.
+        forward_operator: the operator that made the node.
+        inputs, output: described for a ``birth`` and for operators that took a value from outside the step.
         numbers: arguments that are not tensors, as in ``other=0``.
         num_hit: number of elements of the output that are of that kind.
         rows: indices in dim 0 that are hit, where dim 0 is the batch; at most `MAX_ROWS`.
