@@ -95,6 +95,7 @@ def _replay(script: Path, dump: Path) -> int:
 def _environment(script: Path) -> dict[str, str]:
     """The environment without variables of an enclosing job, with the example importable for its recipe."""
     kept = environment_without_job()
+    # A checkout need not be installed.
     package = str(Path(__file__).parents[2])
     paths = [str(script.parent), package, *filter(None, [kept.get("PYTHONPATH")])]
     return {**kept, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": kept.get("OMP_NUM_THREADS", "1")}

@@ -251,13 +251,16 @@ def _replayed(dump: Dump, config: DrillConfig, environment: dict[str, str]) -> C
         return Check(
             "the replay is the same", None, 'not checked: no recipe; give NanGuard(..., replay="module:function")'
         )
+    # A fault of the reduce comes from several ranks, so all of them replay.
     is_together = dump.report.origin is not None and dump.report.origin.phase == "reduce"
     name = "the replay is the same"
     command = [sys.executable, "-m", "ddp_nanguard", "replay", str(dump.path), "--json"]
     if is_together:
         launch = [sys.executable, "-m", LAUNCHERS[0], "--standalone", f"--nproc-per-node={dump.world_size}"]
         command = [*launch, "--redirects=0", "-m", "ddp_nanguard", "replay", str(dump.path)]
+    # The replay takes the fault from the dump; with the variable it would be injected a second time.
     variables = {key: value for key, value in environment.items() if not key.startswith(ENV_PREFIX)}
+    # A checkout need not be installed.
     package = str(Path(__file__).parents[2])
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, [variables.get("PYTHONPATH"), package]))
     replay = subprocess.Popen(
@@ -298,6 +301,7 @@ def _injected(dump: Dump | None, rank: int) -> tuple[InjectedFault, ...]:
 
 
 def _last_json(text: str) -> dict[str, Any]:
+    # The code of the user may print lines too.
     for line in reversed(text.splitlines()):
         with contextlib.suppress(ValueError):
             found = json.loads(line)

@@ -135,6 +135,7 @@ def with_logs(command: Sequence[str], logs: Path) -> list[str]:
     start = [sys.executable, "-m", LAUNCHERS[0]] if shutil.which(command[0]) is None else [command[0]]
     if end is None:
         return list(command)
+    # A restart would meet the injected fault again.
     options = [f"--log-dir={logs}", "--redirects=3", "--max-restarts=0", "--monitor-interval=0.1"]
     return [*start, *command[1:end], *options, *command[end:]]
 

@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 
+# Further lines of the message are indented; torch may begin each line with the rank.
 _MESSAGE = re.compile(r"(NonFiniteError: .*(?:\n(?:\[rank\d+\]: )?  .*)*)")
 _JOB_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

@@ -64,6 +64,7 @@ def run_replay(options: argparse.Namespace) -> int:
 
     Collective: none in one process; under torchrun as `replay_all_ranks`.
     """
+    # Set by torchrun in each of its processes.
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return _replay_alone(options)
     from .replay_ranks import replay_all_ranks

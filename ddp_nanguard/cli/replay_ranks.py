@@ -45,6 +45,7 @@ def replay_all_ranks(options: argparse.Namespace) -> int:
 def _replay_all(dump: Dump, rank: int, options: argparse.Namespace) -> int:
     device = device_for(options.device)
     if device.type == "cuda":
+        # NCCL communicates on the current device.
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")

@@ -72,6 +72,7 @@ def _source(event: Event) -> list[str]:
     first = lines[0]
     shown = [f"    {first.place()} in {first.function}" + _role(event), f"      {_cut(first.text)}"]
     start = first.text.find(first.expression) if first.expression else -1
+    # Not where the text is cut: the marks would reach beyond it.
     if start >= 0 and len(first.expression) < len(first.text) and start + len(first.expression) <= MAX_TEXT:
         shown.append("      " + " " * start + "^" * len(first.expression))
     shown += [f"    called at {line.place()} in {line.function}: {_cut(line.text, 60)}" for line in lines[1:3]]

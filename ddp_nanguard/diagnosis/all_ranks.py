@@ -31,10 +31,12 @@ def trace_all_ranks(session: Session, outcome: Result, render: Callable[[Diagnos
     """
     origin = session.dump.report.origin
     largest = _largest(session, origin) if origin is not None and origin.phase is Phase.REDUCE else {}
+    # A reduce has no rank where the fault began; the one that contributed most is traced.
     named = max(largest, key=largest.__getitem__) if largest else origin_rank(session.dump)
     found = traced_diagnosis(session, outcome)
     made_it: list[bool] = [False] * dist.get_world_size()
     dist.all_gather_object(made_it, _made_it(found))
+    # On a rank that only received the value, its first event is a collective.
     rank = named if made_it[named] or not any(made_it) else made_it.index(True)
     texts: list[str | None] = [None]
     if session.rank == rank:

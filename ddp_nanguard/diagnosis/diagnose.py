@@ -52,6 +52,7 @@ def diagnose(session: Session, outcome: Result) -> Diagnosis:
         return without_replay(session.dump, outcome, outcome.reason)
     try:
         return traced_diagnosis(session, outcome)
+    # Alone there are no peers that would wait, so the report can still be asked.
     except (RuntimeError, TypeError, NotImplementedError) as error:
         return without_replay(session.dump, outcome, f"the traced step raised {type(error).__name__}: {error}")
 
@@ -83,7 +84,13 @@ def without_replay(dump: Dump, outcome: Result | None, why: str) -> Diagnosis:
 
 
 def facts_of(dump: Dump, traced: Traced | None, outcome: Result | None) -> TraceFacts:
-    """Collect the facts for the rules from the dump, the trace and the plain replay; the last two may be None."""
+    """Collect the facts for the rules.
+
+    Args:
+        dump: the dump.
+        traced: the traced step, None where it was not run.
+        outcome: of the plain replay, None where it was not run.
+    """
     dtypes = {
         name.removeprefix("model."): entry.dtype
         for name, entry in dump.manifest.shapes.items()
@@ -95,6 +102,7 @@ def facts_of(dump: Dump, traced: Traced | None, outcome: Result | None) -> Trace
         histories={rank: dump.history(rank) for rank in dump.ranks},
         optimizers=_optimizers(dump),
         dtypes=dtypes,
+        # With a trace the rules take the batch from there: it is the one that the step has just used.
         batch=_batch(dump) if traced is None else None,
         outcome=str(outcome.outcome) if outcome is not None else None,
         differs=tuple(outcome.differs) if outcome is not None else (),

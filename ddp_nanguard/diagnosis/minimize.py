@@ -50,6 +50,7 @@ class Minimizer:
         self.session = session
         self.num_runs = 0
         window = session.window(session.recipe())
+        # A micro-batch of unknown size, 0 here, counts as one sample: it is kept or left out as a whole.
         self.sizes = [batch_size(m.batch) or 0 for m in window]
         self.smallest: list[Sample] = [(n, row) for n, size in enumerate(self.sizes) for row in range(max(size, 1))]
         self._on_run = on_run

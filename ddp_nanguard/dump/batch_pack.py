@@ -79,6 +79,7 @@ class _Packer:
             self._open.discard(id(value))
 
     def _simple(self, value: Any, path: str) -> Any:
+        # Exact types: a subclass is kept as its base type, with a note.
         if value is None or type(value) in (bool, int, str):
             return value
         if type(value) is float:

@@ -260,6 +260,7 @@ class _Unpacker:
         parts_by_name = {name: self._dense(part) for name, part in node["parts"].items()}
         if layout.startswith("quantized"):
             return _quantized(node, parts_by_name)
+        # The indices of sparse tensors are checked: a forged file must not make torch read outside its memory.
         values = parts_by_name["values"]
         if layout == "coo":
             indices = parts_by_name["indices"]

@@ -125,6 +125,7 @@ def finish(root: Path, name: DumpName) -> DumpName:
     with locked(root):
         while True:
             try:
+                # A rename onto a directory that is not empty fails, so a taken name is never overwritten.
                 partial.rename(root / str(name))
                 return name
             except OSError as error:

@@ -106,6 +106,7 @@ def rank_name(rank: int) -> str:
 
 def rank_of(name: str) -> int | None:
     """The rank that a directory's name spells, the inverse of `rank_name`; None for any other name."""
+    # Only the spelling of `rank_name`: ``rank-000003`` is not a second directory of rank 3.
     match = _RANK_NAME.fullmatch(name)
     return int(match[1]) if match is not None and rank_name(int(match[1])) == name else None
 
@@ -230,11 +231,12 @@ def write_json(root: Path, path: str, data: Any) -> FileEntry:
 
 
 def write_arrays(root: Path, path: str, arrays: Mapping[str, np.ndarray[Any, Any]]) -> FileEntry:
-    """Write an npz file that ``np.load(allow_pickle=False)`` opens. Unlike for ``np.savez``, any string is a name."""
+    """Write an npz file that ``np.load(allow_pickle=False)`` opens. Unlike in ``np.savez``, any text may be a name."""
 
     def fill(file: _Hashed) -> None:
         with zipfile.ZipFile(file, "w") as archive:
             for name, array in arrays.items():
+                # The size of an entry is not known yet when its header is written.
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
                     np.lib.format.write_array(entry, np.asanyarray(array), allow_pickle=False)
 

@@ -43,6 +43,7 @@ class Progress:
         self._start_s = time.monotonic()
         self._next_s = self._start_s + SILENT_S
         self._width = 0
+        # `tell` is called by several threads that write or read files.
         self._lock = threading.Lock()
 
     def __enter__(self) -> Progress:

@@ -117,6 +117,7 @@ class RankFiles:
     def __init__(self, request: DumpRequest, problems: Problems) -> None:
         self._request = request
         self._problems = problems
+        # Packed before anything is written, since `size_bytes` needs it.
         self._packed: Packed | None = problems.guard("window not recorded", lambda: pack(_window_of(request)))
         self.entries: dict[str, FileEntry] = {}
         self.tell: OnBytes = ignore_bytes

@@ -127,6 +127,7 @@ class StoredTensors:
         if self._manifest.alone or not self._manifest.weights.complete:
             own = (self._own_chunks(rank) for rank in self._lists)
             chunks += [chunk for by_name in own for named in by_name.values() for chunk in named]
+        # Ranks without peers each write the replicated tensors; the first copy of a chunk is taken.
         by_name: dict[str, dict[tuple[int, ...], _Chunk]] = {}
         for chunk in chunks:
             by_name.setdefault(chunk.name, {}).setdefault(chunk.offsets, chunk)

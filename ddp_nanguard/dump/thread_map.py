@@ -38,6 +38,7 @@ def _submitted(pool: ThreadPoolExecutor, act: Callable[[T], R], items: list[T]) 
     try:
         for item in items:
             futures.append(pool.submit(act, item))
+    # An interpreter that shuts down starts no threads; futures that were submitted may never run.
     except RuntimeError:
         pool.shutdown(cancel_futures=True)
         return list(itertools.takewhile(lambda each: not each.cancelled(), futures))

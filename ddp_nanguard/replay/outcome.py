@@ -32,6 +32,7 @@ class Outcome(enum.StrEnum):
     CANNOT = "cannot"
 
 
+# 1 is Python's own code for an exception, 2 is wrong usage.
 EXIT_CODES = {Outcome.SAME: 0, Outcome.ELSEWHERE: 3, Outcome.NOT_REPRODUCED: 4, Outcome.CANNOT: 5}
 
 

@@ -80,6 +80,7 @@ def rebuild(
 
     Collective: those of the wrapper's constructor, unless ``alone``.
     """
+    # Before wrapping, which may flatten or shard the parameters.
     require_matching_parameters(dump, recipe.model)
     model = _wrapped(dump, recipe, device, alone, group)
     wrapper = wrapper_of(model)
@@ -149,6 +150,7 @@ def _fill(dump: Dump, rank: int, shards: list[TensorShard]) -> None:
         try:
             whole = dump.load_state([shard.name], rank)[shard.name]
         except DumpError:
+            # Tensors that cannot be cut into shards are stored with the rank's window.
             special = dump.special(rank) if special is None else special
             if shard.name not in special:
                 raise
@@ -189,7 +191,9 @@ def _optimizer(
     parameters = dict(wrapper.named_parameters())
     names = [[name for name in group["params"] if name in parameters] for group in plain["groups"]]
     held = list(dict.fromkeys(parameters[name] for group in names for name in group))
+    # A recipe builds one optimizer; of further ones only groups and state are inspected.
     make = recipe.optimizer if recipe.optimizer is not None and index == 0 else _stand_in
+    # torch refuses an optimizer without parameters.
     optimizer = make(held or list(parameters.values()))
     with _as_recorded(dump, f"optimizers[{index}]"):
         _regroup(optimizer, plain, names, parameters)

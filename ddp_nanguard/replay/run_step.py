@@ -31,6 +31,7 @@ from ddp_nanguard.step.monitor import StepMonitor
 
 from .rebuild import Rebuilt, fill_shards, recorded_gradients
 
+# What is inspected and how long ranks wait; other options decide what is done about a fault.
 _KEPT_OPTIONS = ("watch", "skip_types", "ignore", "state_every", "timeout_s", "scale_floor")
 
 
@@ -69,7 +70,10 @@ class _Collector:
         self._triage.on_clean()
 
     def on_verdict(self, severity: Severity, record: StepRecord) -> Decision:
-        """Record the fault and have the update skipped; follow the triage where it finds no fault. Never raises."""
+        """Record a fault and have the update skipped; where the triage finds no fault, return its decision.
+
+        Never raises for a fault, unlike the guard's own handler.
+        """
         judgement = self._triage.judge(severity, record)
         if judgement.decision is not None:
             return judgement.decision
@@ -141,6 +145,7 @@ def _context(rebuilt: Rebuilt) -> GuardContext:
         options["max_consecutive_overflows"] = 1  # one window is all there is: its overflow is the fault
     options.update(dump_dir=None, budget=None, keep_previous=False, first_step=dump.report.step)
     try:
+        # Environment variables of this process are not those of the recorded run.
         with environment_ignored():
             context = build_context(
                 rebuilt.wrapper.model, rebuilt.optimizers, rebuilt.scaler, None, rebuilt.group, options
@@ -172,6 +177,7 @@ def _reinjected(rebuilt: Rebuilt) -> tuple[list[Injection], list[str]]:
 def _result(run: _Run, micro_batches: list[MicroBatch], alone: bool) -> StepResult:
     losses = _forward_backward(run, micro_batches)
     run.monitor.check()
+    # The update runs only if the window is clean: in training it would not have been reached otherwise.
     recorded = run.rebuilt.dump.report.origin
     if run.collector.fault is None and _is_update(recorded) and run.rebuilt.recipe.optimizer is not None:
         _update(run, alone)

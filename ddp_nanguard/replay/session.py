@@ -230,5 +230,8 @@ def unregistered_batch(window: list[MicroBatch]) -> str | None:
 
 
 def replay_alone(paths: Sequence[str], rank: int | None, recipe_name: str | None, device: str | None) -> Result:
-    """Run one rank's step once in this process, without peers, and compare it; see `open_session`."""
+    """Run one rank's step once in this process, without peers, and compare it with the record.
+
+    The arguments and the errors are those of `open_session`.
+    """
     return open_session(paths, rank, recipe_name, device).plain()

@@ -1,8 +1,8 @@
 """Reduces a tensor of any kind to its minimum and maximum in one pass. The only module that tells tensor kinds apart.
 
-[Note: minimum and maximum decide] ``aminmax`` propagates NaN, so the pair (min, max) says exactly whether every element
-is finite, in one pass, without a temporary and without a host read. A norm or a sum does not: finite values overflow
-both.
+[Note: minimum and maximum decide]
+``aminmax`` propagates NaN, so the pair (min, max) says exactly whether every element is finite, in one pass, without a
+temporary and without a host read. A norm or a sum does not: finite values overflow both.
 """
 
 from __future__ import annotations

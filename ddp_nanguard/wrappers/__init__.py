@@ -86,6 +86,7 @@ def wrap_like(
     Collective: those of the wrapper's constructor; every rank of the world calls it.
     """
     if wrapper_class(description["kind"]).communicates and not dist.is_initialized():
+        # A HashStore needs neither a port nor a file.
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     return _WRAP[description["kind"]](module, description, group, mesh)
 

@@ -73,6 +73,7 @@ def compiled_modules(model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
                 walk(join(name, attribute), child, is_inside or has_compiled_call)
 
     walk("", model, False)
+    # A module that is shared may be found on several paths; one that is compiled decides.
     return frozenset(inside), frozenset(edges - inside)
 
 
@@ -399,6 +400,7 @@ class Wrapper(ABC):
     def _memory_of(self, tensor: torch.Tensor) -> object:
         """A key that two tensors share if and only if they are the same memory, read the same way."""
         local = self.local(tensor)
+        # These have no address of their own: `data_ptr` is 0 or raises.
         if local.layout is not torch.strided or local.numel() == 0 or local.is_meta:
             return id(tensor)
         return local.data_ptr(), local.dtype, tuple(local.shape), tuple(local.stride())

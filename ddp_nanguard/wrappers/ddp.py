@@ -102,6 +102,7 @@ def wrap(
     Collective: those of DDP's constructor (parameter shapes, then weights and buffers from rank 0).
     """
     options = dict(description["options"])
+    # Recorded under one name, whichever torch recorded it.
     options[_BUFFERS] = options.pop("forward_sync_buffers")
     if description["mixed_precision"] is not None:
         options["mixed_precision"] = _MixedPrecision(

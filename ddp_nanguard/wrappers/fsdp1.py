@@ -118,6 +118,7 @@ class FSDP1Wrapper(ShardedWrapper):
         """Parameters as the optimizer holds them, also while the module holds views of the gathered ones."""
         managed = self._by_module.get(module, {})
         for attribute, original in managed.items():
+            # None without use_orig_params, where the optimizer holds the flat parameter itself.
             if original.flat._params is not None:
                 yield attribute, original.flat._params[original.index]
         yield from ((name, p) for name, p in super().own_parameters(module) if name not in managed)
@@ -169,6 +170,7 @@ class FSDP1Wrapper(ShardedWrapper):
 
     def _position(self) -> tuple[int, int, int]:
         found = {_position_of(unit, unit._handle) for unit in self.units if unit._handle is not None}
+        # Units over different groups: no two ranks hold the same bytes.
         return found.pop() if len(found) == 1 else (dist.get_rank(), dist.get_world_size(), 0)
 
 
@@ -273,6 +275,7 @@ def wrap(
 def _wrap_unit(inner: nn.Module, unit: dict[str, Any], **place: Any) -> FullyShardedDataParallel:
     prefetch = unit["backward_prefetch"]
     with warnings.catch_warnings():
+        # Chosen on purpose for one rank, see `_strategy`.
         warnings.filterwarnings("ignore", "The `NO_SHARD` sharding strategy is deprecated", FutureWarning)
         return FullyShardedDataParallel(
             inner,
@@ -317,6 +320,7 @@ def _place(
 
 
 def _replace(root: nn.Module, inner: nn.Module, outer: nn.Module) -> None:
+    # Listed first, since the loop changes the tree. ``outer`` keeps ``inner``, which it wraps.
     for _, parent in list(paths(root)):
         for attribute, child in parent._modules.items():
             if child is inner and parent is not outer:

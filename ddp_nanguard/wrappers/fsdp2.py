@@ -115,11 +115,8 @@ class FSDP2Wrapper(ShardedWrapper):
         infos = [group.mesh_info for group in self.groups()]
         found = {tuple(getattr(info, name, default) for name, default in _POSITION) for info in infos}
         if len(found) != 1 or any(param.is_dtensor for param in self.names):
-            return (
-                dist.get_rank(),
-                dist.get_world_size(),
-                0,
-            )  # several meshes or tensor parallel: no two ranks are alike
+            # several meshes or tensor parallel: no two ranks hold the same bytes
+            return dist.get_rank(), dist.get_world_size(), 0
         return found.pop()  # type: ignore[return-value]  # three integers
 
 
@@ -206,6 +203,7 @@ def _shard(
     ignored: set[nn.Parameter],
     parameters: dict[str, nn.Parameter],
 ) -> None:
+    # Parameters that are not listed are sharded over dim 0, the default.
     dims = {id(parameters[name]): dim for name, dim in unit["shard_dims"].items()}
     fully_shard(
         modules if len(modules) > 1 else modules[0],

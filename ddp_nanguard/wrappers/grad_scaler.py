@@ -1,8 +1,9 @@
 """GradScaler: the verdict on entry to ``scaler.step``, and a scaler that stays consistent after a skipped step.
 
-[Note: skipping under a scaler] ``scaler.step`` may never call ``optimizer.step``, so the verdict cannot wait for it.
-After a skip the scaler must believe that it has unscaled and stepped, without an inf found, or its ``update`` raises;
-the growth tracker goes back by one so that ``update`` leaves scale and tracker as they were.
+[Note: skipping under a scaler]
+``scaler.step`` may never call ``optimizer.step``, so the verdict cannot wait for it. After a skip the scaler must
+believe that it has unscaled and stepped, without an inf found, or its ``update`` raises; the growth tracker goes back
+by one so that ``update`` leaves scale and tracker as they were.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class WatchedScaler:
     def close(self) -> None:
         """Give the scaler its own ``step`` back."""
         self._before_step = None
+        # The attribute of the instance hides the method of the class.
         self.scaler.__dict__.pop("step", None)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -86,6 +88,7 @@ class WatchedScaler:
         state = self.scaler._per_optimizer_states[id(optimizer)]
         scale = self.scaler._scale
         if scale is not None:
+            # `update` raises where no found_inf is recorded, and lowers the scale where one is set.
             state["found_inf_per_device"] = {scale.device: torch.zeros((), dtype=torch.float32, device=scale.device)}
         state["stage"] = OptState.STEPPED
         # Once per `update`: with several optimizers ``scaler.step`` is skipped several times, and `update` counts one

@@ -1,14 +1,16 @@
 """Runs every operator of one step under a dispatch mode: which operator made a non-finite value, and how it spread.
 
-[Note: births] An operator makes a non-finite value (category ``birth``) where its output is worse than everything it
-was given; -Inf, +Inf, NaN, worst last. A number of the user's code written into a tensor (``masked_fill`` with -inf) is
-a ``constant``. A value made out of -inf begins at the operator that made it if that -inf is a mask: a constant, or a
-value from outside the step. Only non-finite values are recorded: an operator with finite outputs costs one pass over
-them and leaves nothing behind.
+[Note: where a value begins]
+An operator makes a non-finite value (category ``birth``) where its output is worse than everything it was given; -Inf,
++Inf, NaN, worst last. A number of the user's code written into a tensor (``masked_fill`` with -inf) is a ``constant``.
+A value made out of -inf begins at the operator that made it if that -inf is a mask: a constant, or a value from outside
+the step. Only non-finite values are recorded: an operator with finite outputs costs one pass over them and leaves
+nothing behind.
 
-[Note: lines of backward] Autograd numbers the nodes of a graph in the order of the forward. For each forward operator
-the trace records its line and module under the number of the node just made; in backward the number of the running node
-leads back to them. Anomaly mode would format a whole stack per operator instead.
+[Note: lines of backward]
+Autograd numbers the nodes of a graph in the order of the forward. For each forward operator the trace records its line
+and module under the number of the node just made; in backward the number of the running node leads back to them.
+Anomaly mode would format a whole stack per operator instead.
 """
 
 from __future__ import annotations
