@@ -6,25 +6,29 @@ import argparse
 from typing import TypeAlias
 
 WRONG_USAGE = 2
-"""Exit code of bad input: one line on stderr says what, and the remedy."""
+"""Exit code of bad input: one line on stderr names it and the remedy."""
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def add_dump(parser: argparse.ArgumentParser) -> None:
-    """The dump that a command is about."""
+    """Add the positional argument that names the dump."""
     parser.add_argument("dump", nargs="+", metavar="DUMP", help="a dump, or its parts on several nodes")
 
 
 def add_replay_source(parser: argparse.ArgumentParser) -> None:
-    """Whose step is run again, by which recipe and where."""
+    """Add the options that say which rank's step is run again, by which recipe and on which device."""
     parser.add_argument("--rank", type=int, help="default: the rank where the fault began")
     parser.add_argument("--recipe", metavar="MODULE:FUNCTION", help="default: the one that the dump names")
     parser.add_argument("--device", help="default: a GPU if there is one")
 
 
 def count(text: str) -> int:
-    """A number from 1 on."""
+    """Parse a whole number of at least 1.
+
+    Raises:
+        argparse.ArgumentTypeError: it is anything else.
+    """
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
     return int(text)

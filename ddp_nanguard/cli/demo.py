@@ -1,4 +1,4 @@
-"""``ddp-nanguard demo``: trains ``examples/digits.py`` under torchrun until a NaN comes by itself, then replays it."""
+"""``ddp-nanguard demo``: trains ``examples/digits.py`` under torchrun until a NaN occurs by itself, then replays it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TRAINING_TIMEOUT_S = 300
 
 
 def run_demo(wrapper: str = "ddp", num_ranks: int = 2, out: str | None = None) -> int:
-    """Runs the demo and prints what happens.
+    """Run the demo and print what happens.
 
     Args:
         wrapper: ``ddp``, ``fsdp1`` or ``fsdp2``.
@@ -43,7 +43,7 @@ def run_demo(wrapper: str = "ddp", num_ranks: int = 2, out: str | None = None) -
 
 
 def find_script() -> Path | None:
-    """``examples/digits.py`` of the checkout, else the copy that an installed package brings along."""
+    """``examples/digits.py`` of the checkout, else the installed copy; None where there is neither."""
     schemes = [sysconfig.get_path("data"), sysconfig.get_path("data", sysconfig.get_preferred_scheme("user"))]
     places = [Path(__file__).parents[2] / "examples"]
     places += [Path(root) / "share" / "ddp-nanguard" / "examples" for root in schemes]
@@ -57,7 +57,7 @@ def _missing(script: Path | None) -> str:
 
 
 def _train(script: Path, wrapper: str, num_ranks: int, directory: Path) -> Path | None:
-    """Trains until the guard stops the job; prints the message and returns the dump."""
+    """Train until the guard stops the job; print the message and return the dump, or None if a message is missing."""
     dumps, logs = directory / "nan_dumps", directory / "logs"
     before = _dumps_in(dumps)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
@@ -69,6 +69,7 @@ def _train(script: Path, wrapper: str, num_ranks: int, directory: Path) -> Path 
     )
     texts = worker_texts(logs)
     messages = [message for text in texts if (message := error_message(text)) is not None]
+    # A directory given with --out may hold dumps of earlier demos.
     new = _dumps_in(dumps) - before
     if len(messages) != num_ranks or not new:
         _say("The job ended without a message from every rank; its output:")
@@ -81,7 +82,7 @@ def _train(script: Path, wrapper: str, num_ranks: int, directory: Path) -> Path 
 
 
 def _replay(script: Path, dump: Path) -> int:
-    """Replays the culprit alone, in one process."""
+    """Replay the rank where the fault began, alone in one process; 0 if it is the same, else 1."""
     _say("\n2. The guilty rank again, alone, in one process, from the dump")
     print(f"   $ ddp-nanguard replay {dump} --trace\n", flush=True)
     command = [sys.executable, "-m", "ddp_nanguard", "replay", str(dump), "--trace"]
@@ -92,8 +93,9 @@ def _replay(script: Path, dump: Path) -> int:
 
 
 def _environment(script: Path) -> dict[str, str]:
-    """The environment without traces of an enclosing job, with the example importable for its recipe."""
+    """The environment without variables of an enclosing job, with the example importable for its recipe."""
     kept = environment_without_job()
+    # A checkout need not be installed.
     package = str(Path(__file__).parents[2])
     paths = [str(script.parent), package, *filter(None, [kept.get("PYTHONPATH")])]
     return {**kept, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": kept.get("OMP_NUM_THREADS", "1")}

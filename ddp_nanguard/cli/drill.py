@@ -1,7 +1,7 @@
-"""``ddp-nanguard drill -- torchrun ... train.py``: the user's own job with a fault planted, promise by promise.
+"""``ddp-nanguard drill -- torchrun ... train.py``: the user's job with an injected fault; is each promise kept?
 
-The job runs as it is, with ``NANGUARD_INJECT`` and a dump_dir of the drill's own in its environment. What it left is
-read from outside: exit codes and texts of the workers, the dump, a replay in a process of its own, the process table.
+The job runs as it is, with ``NANGUARD_INJECT`` and a separate dump_dir in its environment. Everything is read from
+outside: exit codes and output of the workers, the dump, a replay in its own process, the process table.
 """
 
 from __future__ import annotations
@@ -37,15 +37,17 @@ MAX_SHOWN = 3000
 
 @dataclass(frozen=True)
 class DrillConfig:
-    """What is drilled.
+    """The job to run, and the faults to inject into it.
 
     Attributes:
         command: the user's.
-        phases: planted one after the other, a run of the job each.
-        rank: None for rank 1, or 0 where the command starts one process.
-        layer: None leaves it to the guard.
+        phases: injected one after the other, with one run of the job each.
+        step: of the fault, as the guard counts.
+        rank: of the fault; None for rank 1, or 0 where the command starts one process.
+        layer: of the fault; None leaves the choice to the guard.
+        kind: ``nan``, ``inf`` or ``-inf``.
         timeout_s: for the job, and for its replay.
-        out: directory for dumps and logs; None for a temporary one, which is removed if all is well.
+        out: directory for dumps and logs; None for a temporary one, which is removed if every promise holds.
     """
 
     command: tuple[str, ...]
@@ -60,7 +62,13 @@ class DrillConfig:
 
 @dataclass(frozen=True)
 class Check:
-    """One promise: held, broken, or (None) not to be checked here."""
+    """One promise and whether it holds.
+
+    Attributes:
+        promise: its name.
+        holds: None where it cannot be checked here.
+        detail: what was found.
+    """
 
     promise: str
     holds: bool | None
@@ -71,54 +79,57 @@ class Check:
         return f"  {self.promise:<28}{status:<8}{self.detail}"
 
 
-def run_drill(order: DrillConfig) -> int:
-    """Runs the job once per phase and prints a table each.
+def run_drill(config: DrillConfig) -> int:
+    """Run the job once per phase and print a table for each.
+
+    Args:
+        config: the job and its faults.
 
     Returns:
-        0 if every promise holds in every phase, 1 if not, 2 where there is nothing to run.
+        0 if every promise holds in every phase, 1 if not, 2 where the job cannot be run.
     """
-    problem = _problem(order)
+    problem = _problem(config)
     if problem is not None:
         print(f"ddp-nanguard: {problem}", file=sys.stderr)
         return WRONG_USAGE
-    directory = Path(order.out or tempfile.mkdtemp(prefix="nanguard-drill-")).absolute()
+    directory = Path(config.out or tempfile.mkdtemp(prefix="nanguard-drill-")).absolute()
     broken: list[str] = []
     num_checked = 0
-    for phase in order.phases:
-        rows = _drill(replace(order, phases=(phase,)), phase, directory / phase)
+    for phase in config.phases:
+        rows = _drill(replace(config, phases=(phase,)), phase, directory / phase)
         broken += [f"{phase}: {row.promise}" for row in rows if row.holds is False]
         num_checked += sum(row.holds is not None for row in rows)
     if not broken:
         print(f"drill: all {num_checked} promises hold")
-        if order.out is None:
+        if config.out is None:
             shutil.rmtree(directory, ignore_errors=True)
         return 0
     print(f"drill: FAILED: {len(broken)} of {num_checked} promises: {'; '.join(broken)} (dumps and logs: {directory})")
     return 1
 
 
-def _problem(order: DrillConfig) -> str | None:
-    if not order.command:
+def _problem(config: DrillConfig) -> str | None:
+    if not config.command:
         return "drill needs a command: ddp-nanguard drill -- torchrun --nproc-per-node 2 train.py ..."
-    if shutil.which(order.command[0]) is None and order.command[0] != "torchrun":
-        return f"there is no command {order.command[0]!r}"
-    if order.layer is not None and set(order.phases) <= set(WITHOUT_LAYER):
-        return f"option layer={order.layer!r}: phase {order.phases[0]} belongs to no layer; leave it out"
+    if shutil.which(config.command[0]) is None and config.command[0] != "torchrun":
+        return f"there is no command {config.command[0]!r}"
+    if config.layer is not None and set(config.phases) <= set(WITHOUT_LAYER):
+        return f"option layer={config.layer!r}: phase {config.phases[0]} belongs to no layer; leave it out"
     return None
 
 
-def _drill(order: DrillConfig, phase: str, directory: Path) -> list[Check]:
+def _drill(config: DrillConfig, phase: str, directory: Path) -> list[Check]:
     directory.mkdir(parents=True, exist_ok=True)
-    plan = _plan(order, phase)
-    text = ",".join(f"{key}={value}" for key, value in plan.items())
-    print(f"{ENV_INJECT}={text}\n$ {' '.join(order.command)}", flush=True)
+    spec = _plan(config, phase)
+    text = ",".join(f"{key}={value}" for key, value in spec.items())
+    print(f"{ENV_INJECT}={text}\n$ {' '.join(config.command)}", flush=True)
     environment = _environment(directory, phase, text)
-    ran = run_job(order.command, order.timeout_s, directory, environment)
+    ran = run_job(config.command, config.timeout_s, directory, environment)
     dump = _dump_in(directory / "nan_dumps")
-    rows = [_ended(ran, order), _planted(ran, dump, plan)]
+    rows = [_ended(ran, config), _planted(ran, dump, spec)]
     if not any(row.holds is False for row in rows) or dump is not None:
         rows += _about_stop(ran, dump)
-        rows += _about_dump(dump, plan, order, environment)
+        rows += _about_dump(dump, spec, config, environment)
     rows.append(Check("no process left", not ran.left, "; ".join(ran.left) or "none"))
     print("\n".join(map(str, rows)), flush=True)
     if any(row.holds is False for row in rows) and dump is None:
@@ -127,18 +138,20 @@ def _drill(order: DrillConfig, phase: str, directory: Path) -> list[Check]:
     return rows
 
 
-def _plan(order: DrillConfig, phase: str) -> dict[str, Any]:
-    rank = order.rank if order.rank is not None else min(1, num_processes(order.command) - 1)
-    plan: dict[str, Any] = {"rank": rank, "step": order.step, "phase": phase, "kind": order.kind}
-    return plan if order.layer is None or phase in WITHOUT_LAYER else {**plan, "layer": order.layer}
+def _plan(config: DrillConfig, phase: str) -> dict[str, Any]:
+    rank = config.rank if config.rank is not None else min(1, num_processes(config.command) - 1)
+    spec: dict[str, Any] = {"rank": rank, "step": config.step, "phase": phase, "kind": config.kind}
+    return spec if config.layer is None or phase in WITHOUT_LAYER else {**spec, "layer": config.layer}
 
 
 def _environment(directory: Path, phase: str, text: str) -> dict[str, str]:
-    """The user's, with the fault; what would keep the guard from stopping is set back, ``enabled`` is not."""
+    """The user's environment with the fault; what would keep the guard from stopping is reset, ``enabled`` is not."""
     names = {ENV_INJECT: text, f"{ENV_PREFIX}DUMP_DIR": str(directory / "nan_dumps"), f"{ENV_PREFIX}ON_FAULT": "stop"}
     names |= {f"{ENV_PREFIX}ON_LOSS": "stop", f"{ENV_PREFIX}REDACT": "0", f"{ENV_PREFIX}BUDGET": "none"}
+    # Processes of the job are found by this variable, also those whose parent has ended.
     names[ENV_DRILL_ID] = uuid.uuid4().hex
     if phase == "optimizer":
+        # Without the weights from before the update there is nothing to replay it from.
         names |= {f"{ENV_PREFIX}KEEP_PREVIOUS": "1", f"{ENV_PREFIX}VERDICT": "sync"}
     kept = environment_without_job()
     return {**kept, "PYTHONUNBUFFERED": "1", **names}
@@ -147,7 +160,7 @@ def _environment(directory: Path, phase: str, text: str) -> dict[str, str]:
 # -- the promises ------------------------------------------------------------------------------------------------------
 
 
-def _ended(ran: JobResult, order: DrillConfig) -> Check:
+def _ended(ran: JobResult, config: DrillConfig) -> Check:
     if ran.stopped_because is not None:
         return Check("stopped", False, f"{ran.stopped_because}; killed with its children")
     if ran.code == 0:
@@ -155,10 +168,10 @@ def _ended(ran: JobResult, order: DrillConfig) -> Check:
     return Check("stopped", True, f"after {ran.seconds:.0f} s, code {ran.code}")
 
 
-def _planted(ran: JobResult, dump: Path | None, plan: dict[str, Any]) -> Check:
+def _planted(ran: JobResult, dump: Path | None, spec: dict[str, Any]) -> Check:
     name = "the fault was planted"
-    if _injected(_opened(dump), plan["rank"]):
-        return Check(name, True, f"by the guard on rank {plan['rank']}")
+    if _injected(_opened(dump), spec["rank"]):
+        return Check(name, True, f"by the guard on rank {spec['rank']}")
     done = [said for said in ran.said if said.startswith("planted")]
     refused = [said for said in ran.said if said.startswith("NOT planted")]
     wrong = [line for text in ran.texts for line in text.splitlines() if "ValueError" in line and ENV_INJECT in line]
@@ -167,7 +180,7 @@ def _planted(ran: JobResult, dump: Path | None, plan: dict[str, Any]) -> Check:
     if refused or wrong:
         return Check(name, False, (refused or wrong)[0].split("ValueError: ")[-1])
     if ran.said:
-        return Check(name, False, f"a guard was built, but its step {plan['step']} was not reached: {ran.said[0]}")
+        return Check(name, False, f"a guard was built, but its step {spec['step']} was not reached: {ran.said[0]}")
     return Check(name, False, "no sign of a guard: the job builds no NanGuard, or ended before it")
 
 
@@ -188,7 +201,7 @@ def _about_stop(ran: JobResult, dump: Path | None) -> list[Check]:
 
 
 def _about_dump(
-    dump: Path | None, plan: dict[str, Any], order: DrillConfig, environment: dict[str, str]
+    dump: Path | None, spec: dict[str, Any], config: DrillConfig, environment: dict[str, str]
 ) -> list[Check]:
     if dump is None:
         return [Check("the dump", False, "there is none")]
@@ -196,23 +209,23 @@ def _about_dump(
     opened = _opened(dump)
     if opened is None:
         return [complete]
-    return [_named(opened, plan), complete, _replayed(opened, order, environment)]
+    return [_named(opened, spec), complete, _replayed(opened, config, environment)]
 
 
-def _named(dump: Dump, plan: dict[str, Any]) -> Check:
-    """The planted site and no other; a kind may change on its way through a backward (inf times 0)."""
-    injected = _injected(dump, plan["rank"])
-    planned = {**plan, "layer": injected[0].layer if injected else plan.get("layer"), "micro_batch": 0}
-    if plan["phase"] in IN_PARAMETERS:
+def _named(dump: Dump, spec: dict[str, Any]) -> Check:
+    """Whether the report names the injected site and no other; backward may turn an inf into NaN (inf times 0)."""
+    injected = _injected(dump, spec["rank"])
+    planned = {**spec, "layer": injected[0].layer if injected else spec.get("layer"), "micro_batch": 0}
+    if spec["phase"] in IN_PARAMETERS:
         planned["micro_batch"] = None
     report = dump.report
     origin = report.origin.to_dict() if report.origin is not None else {}
-    if plan["phase"] == "reduce":
+    if spec["phase"] == "reduce":
         origin["rank"] = report.holders[0] if len(report.holders) == 1 else None
     wrong = [
         f"{key} {origin.get(key)!r} instead of {value!r}"
         for key, value in planned.items()
-        if origin.get(key) != value and not (key == "kind" and plan["phase"] == "backward" and value != "nan")
+        if origin.get(key) != value and not (key == "kind" and spec["phase"] == "backward" and value != "nan")
     ]
     place = [f"rank {planned['rank']}", f"step {planned['step']}", planned["phase"], planned["layer"] or ""]
     return Check("named exactly", not wrong, "; ".join(wrong) or " · ".join(filter(None, place)))
@@ -233,29 +246,32 @@ def _complete(dump: Path) -> Check:
     return Check("the dump is complete", not problems, "; ".join(problems) or size)
 
 
-def _replayed(dump: Dump, order: DrillConfig, environment: dict[str, str]) -> Check:
+def _replayed(dump: Dump, config: DrillConfig, environment: dict[str, str]) -> Check:
     if dump.manifest.recipe is None:
         return Check(
             "the replay is the same", None, 'not checked: no recipe; give NanGuard(..., replay="module:function")'
         )
+    # A fault of the reduce comes from several ranks, so all of them replay.
     is_together = dump.report.origin is not None and dump.report.origin.phase == "reduce"
     name = "the replay is the same"
     command = [sys.executable, "-m", "ddp_nanguard", "replay", str(dump.path), "--json"]
     if is_together:
         launch = [sys.executable, "-m", LAUNCHERS[0], "--standalone", f"--nproc-per-node={dump.world_size}"]
         command = [*launch, "--redirects=0", "-m", "ddp_nanguard", "replay", str(dump.path)]
+    # The replay takes the fault from the dump; with the variable it would be injected a second time.
     variables = {key: value for key, value in environment.items() if not key.startswith(ENV_PREFIX)}
+    # A checkout need not be installed.
     package = str(Path(__file__).parents[2])
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, [variables.get("PYTHONPATH"), package]))
     replay = subprocess.Popen(
         command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
-        output, errors = replay.communicate(timeout=order.timeout_s)
+        output, errors = replay.communicate(timeout=config.timeout_s)
     except subprocess.TimeoutExpired:
         kill_all(environment[ENV_DRILL_ID])
         replay.communicate()
-        return Check(name, False, f"the replay did not end within {order.timeout_s:g} s")
+        return Check(name, False, f"the replay did not end within {config.timeout_s:g} s")
     outcome = _last_json(output)
     who = f"all {dump.world_size} ranks" if is_together else f"rank {outcome.get('rank')} alone"
     if replay.returncode == 0 and outcome.get("outcome") == "same":
@@ -270,7 +286,7 @@ def _dump_in(directory: Path) -> Path | None:
 
 
 def _opened(dump: Path | None) -> Dump | None:
-    """The dump with whatever is wrong with its files; None where it cannot be read."""
+    """The dump, even if its files are damaged; None where it cannot be read."""
     from ddp_nanguard.dump.read import open_dump
 
     with contextlib.suppress(DumpError):
@@ -285,6 +301,7 @@ def _injected(dump: Dump | None, rank: int) -> tuple[InjectedFault, ...]:
 
 
 def _last_json(text: str) -> dict[str, Any]:
+    # The code of the user may print lines too.
     for line in reversed(text.splitlines()):
         with contextlib.suppress(ValueError):
             found = json.loads(line)

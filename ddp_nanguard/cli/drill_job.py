@@ -1,4 +1,4 @@
-"""A job of the user's, run from outside: a log per worker, one deadline, and an end for every process of it."""
+"""Runs a job of the user from outside: a log per worker, one deadline, and no process of it left at the end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ddp_nanguard.config import ENV_INJECT
 from .job_output import worker_texts
 
 ENV_DRILL_ID = "DDP_NANGUARD_DRILL"
-"""Environment variable that tells the drill's processes, whoever their parent is by now."""
+"""Environment variable by which processes of the drill are found, whichever parent they have by then."""
 GRACE_S = 5.0
 LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch")
 _FLAGS = ("-m", "--module", "--standalone", "--no-python", "--run-path", "--virtual-local-rank")
@@ -33,12 +33,12 @@ class JobResult:
 
     Attributes:
         code: of the command; None where it had to be killed.
-        seconds: it took.
-        codes: of the workers by rank, as far as they are known.
-        texts: what each worker printed, in rank order; the whole output where the command is no torchrun.
-        said: what the planting said, without its place.
+        seconds: its duration.
+        codes: exit codes of the workers by rank, as far as they are known.
+        texts: output of each worker, in rank order; the whole output where the command is not torchrun.
+        said: lines that the fault injection printed, without duplicates.
         left: processes that were left when the command had ended, and were killed.
-        stopped_because: why the drill ended it.
+        stopped_because: why the drill ended the job; None where it ended by itself.
     """
 
     code: int | None
@@ -51,7 +51,14 @@ class JobResult:
 
 
 def run_job(command: Sequence[str], timeout_s: float, directory: Path, environment: dict[str, str]) -> JobResult:
-    """Runs the command in a session of its own until it ends, is overdue, or lasts too long."""
+    """Run the command in its own session until it ends, has missed its fault, or exceeds the timeout.
+
+    Args:
+        command: of the job.
+        timeout_s: after which it is killed.
+        directory: gets ``logs`` and ``output.txt``.
+        environment: of the job, with `ENV_DRILL_ID`.
+    """
     logs = directory / "logs"
     begun = time.monotonic()
     with (directory / "output.txt").open("w") as output:
@@ -65,7 +72,7 @@ def run_job(command: Sequence[str], timeout_s: float, directory: Path, environme
             if ended_by_itself:
                 _wait_for_none(environment[ENV_DRILL_ID])
             left = kill_all(environment[ENV_DRILL_ID])
-            job.terminate()  # where there is no /proc to find it by: torchrun ends its workers then
+            job.terminate()  # without /proc the job is not found by its id; torchrun ends its workers then
             job.wait()
     whole = (directory / "output.txt").read_text(errors="replace")
     texts = worker_texts(logs) or [whole]
@@ -83,7 +90,7 @@ def run_job(command: Sequence[str], timeout_s: float, directory: Path, environme
 
 
 def _wait(job: subprocess.Popen[bytes], timeout_s: float, directory: Path, logs: Path, begun: float) -> str | None:
-    """Why the job is to be killed; None where it has ended."""
+    """Wait for the job; None where it has ended, else why it has to be killed."""
     while job.poll() is None:
         if time.monotonic() - begun > timeout_s:
             return f"HANGS, or is slow: no end within {timeout_s:g} s"
@@ -107,7 +114,7 @@ def launcher_end(command: Sequence[str]) -> int | None:
 
 
 def _is_joined(option: str) -> bool:
-    """``-r3``: a short option with its value."""
+    """Whether an option is short and joined with its value, as in ``-r3``."""
     return not option.startswith("--") and len(option) > 2
 
 
@@ -123,17 +130,21 @@ def _launcher_length(command: Sequence[str]) -> int | None:
 
 
 def with_logs(command: Sequence[str], logs: Path) -> list[str]:
-    """The command, with a log per worker and no restarts where it is torchrun's."""
+    """The command with a log per worker and no restarts, if it is torchrun; else unchanged."""
     end = launcher_end(command)
     start = [sys.executable, "-m", LAUNCHERS[0]] if shutil.which(command[0]) is None else [command[0]]
     if end is None:
         return list(command)
+    # A restart would meet the injected fault again.
     options = [f"--log-dir={logs}", "--redirects=3", "--max-restarts=0", "--monitor-interval=0.1"]
     return [*start, *command[1:end], *options, *command[end:]]
 
 
 def num_processes(command: Sequence[str]) -> int:
-    """Of a torchrun command, as far as it says; 1 otherwise."""
+    """1 where a torchrun command starts one process, 2 where it starts more or the number is not a number.
+
+    1 for any other command, and where the option is missing.
+    """
     end = launcher_end(command) or 0
     for position, option in enumerate(command[:end]):
         name, _, value = option.replace("_", "-").partition("=")
@@ -147,30 +158,31 @@ def num_processes(command: Sequence[str]) -> int:
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
-def _marked(mark: str) -> Iterator[tuple[int, str]]:
-    """Live processes with the drill's mark in their environment, with their commands; none where there is no /proc."""
-    wanted = f"{ENV_DRILL_ID}={mark}".encode()
+def _marked(drill_id: str) -> Iterator[tuple[int, str]]:
+    """Live processes with the drill's id in their environment, with their commands; none where there is no /proc."""
+    wanted = f"{ENV_DRILL_ID}={drill_id}".encode()
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, IndexError):
             if wanted not in (path / "environ").read_bytes().split(b"\0"):
                 continue
+            # The command in parentheses may itself hold a parenthesis. Zombies have ended and wait for their parent.
             if (path / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
                 yield int(path.name), (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
 
 
-def _wait_for_none(mark: str) -> None:
-    """What is about to end may do so."""
+def _wait_for_none(drill_id: str) -> None:
+    """Wait up to `GRACE_S` for processes that are about to end."""
     deadline = time.monotonic() + GRACE_S
-    while any(_marked(mark)) and time.monotonic() < deadline:
+    while any(_marked(drill_id)) and time.monotonic() < deadline:
         time.sleep(0.1)
 
 
-def kill_all(mark: str) -> list[str]:
-    """End every process of the job, children first asked, then killed; what there was."""
-    found = {pid: f"{pid} {command[:80]}" for pid, command in _marked(mark)}
+def kill_all(drill_id: str) -> list[str]:
+    """End every process with the drill's id, first by SIGTERM, then by SIGKILL; returns what was running."""
+    found = {pid: f"{pid} {command[:80]}" for pid, command in _marked(drill_id)}
     for sign in (signal.SIGTERM, signal.SIGKILL):
-        for pid, _ in list(_marked(mark)):
+        for pid, _ in list(_marked(drill_id)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, sign)
-        _wait_for_none(mark)
+        _wait_for_none(drill_id)
     return list(found.values())

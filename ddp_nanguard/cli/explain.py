@@ -1,4 +1,4 @@
-"""``ddp-nanguard explain``: why it happened, in one sentence."""
+"""``ddp-nanguard explain``: the cause of a fault in one sentence."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def add_explain(commands: Commands) -> None:
-    """The command ``explain``."""
+    """Add the command ``explain`` to the parser."""
     parser = commands.add_parser(
         "explain",
         help="why it happened: one sentence and the evidence",
@@ -29,7 +29,7 @@ def add_explain(commands: Commands) -> None:
 
 
 def run_explain(options: argparse.Namespace) -> int:
-    """``ddp-nanguard explain DUMP``."""
+    """Run ``ddp-nanguard explain DUMP``: print the reason and its evidence, as text or JSON. Returns 0."""
     from .trace_text import explanation_text
 
     found = _explained(options)

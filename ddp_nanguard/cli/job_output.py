@@ -1,4 +1,4 @@
-"""What a job under torchrun has printed, and the environment that a job of its own starts with."""
+"""Reads the output of a job under torchrun, and prepares the environment of a job started from within another."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import os
 import re
 from pathlib import Path
 
+# Further lines of the message are indented; torch may begin each line with the rank.
 _MESSAGE = re.compile(r"(NonFiniteError: .*(?:\n(?:\[rank\d+\]: )?  .*)*)")
 _JOB_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def environment_without_job() -> dict[str, str]:
-    """This process's environment without what an enclosing job would leave in it."""
+    """The environment of this process without the variables that torchrun sets."""
     return {name: value for name, value in os.environ.items() if name not in _JOB_VARIABLES}
 
 
 def worker_texts(logs: Path) -> list[str]:
-    """What each worker of the newest run under ``logs`` printed, stdout before stderr, in rank order."""
+    """Output of each worker of the newest run under ``logs``, stdout before stderr, in rank order; [] without logs."""
     runs = [path for path in logs.iterdir() if path.is_dir()] if logs.is_dir() else []
     if not runs:
         return []
@@ -30,6 +31,6 @@ def worker_texts(logs: Path) -> list[str]:
 
 
 def error_message(text: str) -> str | None:
-    """The text of a `NonFiniteError` that a worker has printed, without torchrun's prefixes."""
+    """The text of the first `NonFiniteError` in a worker's output, without torchrun's prefixes; None without one."""
     found = _MESSAGE.search(text)
     return re.sub(r"\n\[rank\d+\]: ", "\n", found[1]) if found else None

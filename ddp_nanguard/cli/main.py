@@ -1,4 +1,4 @@
-"""``ddp-nanguard``: parses the command line and hands over to one function per command.
+"""``ddp-nanguard``: parses the command line and calls one function per command.
 
 Exit codes: 0, 2 for wrong usage or a dump that cannot be used (one line on stderr); ``replay`` has more.
 """
@@ -35,7 +35,11 @@ def run() -> NoReturn:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; returns the exit code."""
+    """Run a command and return its exit code.
+
+    Args:
+        arguments: without the program's name; None for those of the process.
+    """
     options = _parser().parse_args(arguments)
     command: Command = options.command
     try:
@@ -111,26 +115,26 @@ def _add_drill(commands: Commands) -> None:
 
 
 def run_drill(options: argparse.Namespace) -> int:
-    """``ddp-nanguard drill -- COMMAND``."""
+    """Run ``ddp-nanguard drill -- COMMAND``. Returns the exit code."""
     from . import drill
 
     job = tuple(options.job[1:] if options.job[:1] == ["--"] else options.job)
     phases = drill.PHASES if options.phase == "all" else (options.phase,)
-    order = drill.DrillConfig(
+    config = drill.DrillConfig(
         job, phases, options.step, options.rank, options.layer, options.kind, options.timeout, options.out
     )
-    return drill.run_drill(order)
+    return drill.run_drill(config)
 
 
 def run_demo(options: argparse.Namespace) -> int:
-    """``ddp-nanguard demo``."""
+    """Run ``ddp-nanguard demo``. Returns the exit code."""
     from . import demo
 
     return demo.run_demo(options.wrapper, options.nproc, options.out)
 
 
 def run_list(options: argparse.Namespace) -> int:
-    """``ddp-nanguard list DIR...``."""
+    """Run ``ddp-nanguard list DIR...``: print a table of the dumps. Returns 0."""
     from ddp_nanguard.dump import list_dumps
 
     from .table import dump_table
@@ -140,7 +144,7 @@ def run_list(options: argparse.Namespace) -> int:
 
 
 def run_show(options: argparse.Namespace) -> int:
-    """``ddp-nanguard show DUMP [--json]``."""
+    """Run ``ddp-nanguard show DUMP``: print the report as text or JSON, without verifying checksums. Returns 0."""
     from ddp_nanguard.dump.read import open_dump
     from ddp_nanguard.dump.records import SCHEMA_VERSION
     from ddp_nanguard.report.text import report_text

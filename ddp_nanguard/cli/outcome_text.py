@@ -1,4 +1,4 @@
-"""What a person reads after a replay."""
+"""The text of a replay's outcome, for people."""
 
 from __future__ import annotations
 

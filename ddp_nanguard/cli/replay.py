@@ -1,4 +1,4 @@
-"""``ddp-nanguard replay``: one rank's step again, or under torchrun that of all; then traces and experiments."""
+"""``ddp-nanguard replay``: runs one rank's step again, under torchrun every rank's; then traces and experiments."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from ddp_nanguard.replay.session import Session
 
 _ALONE = ("rank", "dtype", "repeat", "deterministic", "poison_memory", "minimize", "pdb", "json")
-"""Options of a replay of one rank, without effect on that of all ranks, and therefore refused there."""
+"""Options of a replay of one rank. They have no effect on a replay of all ranks and are refused there."""
 
 
 def add_replay(commands: Commands) -> None:
-    """The command ``replay``."""
+    """Add the command ``replay`` to the parser."""
     parser = commands.add_parser(
         "replay",
         help="run one rank's step again, alone in this process; under torchrun all of them",
@@ -38,7 +38,7 @@ def add_replay(commands: Commands) -> None:
 
 
 def _add_more(parser: argparse.ArgumentParser) -> None:
-    """Options that go beyond the plain replay, which is always run and printed first."""
+    """Add the options that go beyond the plain replay, which is always run and printed first."""
     group = parser.add_argument_group("then, after the plain replay")
     group.add_argument(
         "--trace", action="store_true", help="every operator: where the value is first made, its line, and why"
@@ -57,7 +57,13 @@ def _add_more(parser: argparse.ArgumentParser) -> None:
 
 
 def run_replay(options: argparse.Namespace) -> int:
-    """``ddp-nanguard replay DUMP``, in one process or in each process of torchrun. Returns the exit code."""
+    """Run ``ddp-nanguard replay DUMP``, in one process or in each process of torchrun. Returns the exit code.
+
+    Raises:
+        DumpError: the dump or an option cannot be used.
+
+    Collective: none in one process; under torchrun as `replay_all_ranks`.
+    """
     if not _is_one_of_many():
         return _replay_alone(options)
     from .replay_ranks import replay_all_ranks
@@ -75,7 +81,7 @@ def _is_one_of_many() -> bool:
 
 
 def _replay_alone(options: argparse.Namespace) -> int:
-    """The plain replay, printed first and the exit code; then the trace and the experiments asked for."""
+    """Print the plain replay, which decides the exit code; then the trace and the experiments that were asked for."""
     from ddp_nanguard.diagnosis.diagnose import diagnose
     from ddp_nanguard.replay.outcome import EXIT_CODES, Outcome
     from ddp_nanguard.replay.session import open_session
@@ -135,7 +141,7 @@ def _experiments(options: argparse.Namespace, session: Session, found: Diagnosis
 
 
 def _progress(num_runs: int, num_samples: int) -> None:
-    """One line that is written over, where a person watches."""
+    """Rewrite one line on stderr, if that is a terminal; ``num_runs`` 0 clears it."""
     if sys.stderr.isatty():
         text = f"minimize: {num_samples} samples still fail, {num_runs} runs" if num_runs else " " * 60
         print(f"\r{text:<60}", end="" if num_runs else "\r", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The replay of a dump on all its ranks: every process of torchrun runs the step of its own rank."""
+"""Replays a dump on all its ranks: every process of torchrun runs the step of its own rank."""
 
 from __future__ import annotations
 
@@ -20,11 +20,19 @@ from .trace_text import diagnosis_text
 
 
 def replay_all_ranks(options: argparse.Namespace) -> int:
-    """Every rank runs its own step; rank 0 prints the outcome as one JSON line. Returns the exit code of all.
+    """Run this rank's own step; rank 0 prints the outcomes as one JSON line.
 
-    Collective: those of the training step and of a guard; every rank of the recorded world must call it.
+    Returns:
+        The exit code of the worst outcome, the same on all ranks.
+
+    Raises:
+        DumpError: the dump cannot be used, or is of another number of ranks.
+
+    Collective: those of the training step and of a guard, then one gather of the results on the default group; every
+    rank of the recorded world must call it.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    # One rank checks the checksums: each rank would read the whole dump.
     dump = open_dump(options.dump, verify=rank == 0)
     if dump.world_size != world_size:
         raise DumpError(
@@ -37,6 +45,7 @@ def replay_all_ranks(options: argparse.Namespace) -> int:
 def _replay_all(dump: Dump, rank: int, options: argparse.Namespace) -> int:
     device = device_for(options.device)
     if device.type == "cuda":
+        # NCCL communicates on the current device.
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -54,7 +63,11 @@ def _replay_all(dump: Dump, rank: int, options: argparse.Namespace) -> int:
 
 
 def _trace_all(session: Session, result: Result) -> None:
-    """Every rank traces its own step. One that fails ends, and so do those that wait for it: the outcome is said."""
+    """Trace every rank's own step and print the text on rank 0.
+
+    An error is printed and ends the trace on this rank, and by a timeout or a lost connection on its peers; the outcome
+    has been printed by then.
+    """
     try:
         text = trace_all_ranks(session, result, diagnosis_text)
     except Exception as error:  # of the user's code, or a peer's end
@@ -65,7 +78,10 @@ def _trace_all(session: Session, result: Result) -> None:
 
 
 def _report_all(result: Result, rank: int) -> int:
-    """Collective: one all_gather_object of the results; after the step, on the default group."""
+    """Print the outcomes of all ranks on rank 0 and return the worst one's exit code.
+
+    Collective: one all_gather_object of the results, after the step, on the default group.
+    """
     results: list[dict[str, object] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(results, result.to_dict())
     outcomes = [Outcome(str(each["outcome"])) for each in results if each is not None]

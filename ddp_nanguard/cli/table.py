@@ -16,7 +16,7 @@ RIGHT = {"STEP", "RANKS", "SIZE"}
 
 
 def dump_table(summaries: Iterable[DumpSummary]) -> str:
-    """One line per dump, the oldest step first; a sentence where there is none."""
+    """One line per dump, the oldest step first; "no dumps" where there is none."""
     summaries = list(summaries)
     several = len({Path(summary.path).parent for summary in summaries}) > 1
     rows = [_row(summary, several) for summary in summaries]

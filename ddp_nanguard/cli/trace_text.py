@@ -1,4 +1,4 @@
-"""What a person reads of a trace and of a reason."""
+"""The texts of traces, reasons and experiments, for people."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ MAX_TEXT = 110
 
 
 def diagnosis_text(found: Diagnosis) -> str:
-    """The trace, then the reason."""
+    """The trace (or why there is none), an empty line, and the reason."""
     trace = trace_text(found.traced) if found.traced is not None else f"no trace: {found.obstacle}\n"
     return f"{trace}\n{reason_text(found.reason)}"
 
 
-def finding_text(finding: ExperimentResult) -> str:
-    """What an experiment gave."""
-    return f"{finding.name}: {finding.text}\n"
+def finding_text(result: ExperimentResult) -> str:
+    """The result of an experiment in one line."""
+    return f"{result.name}: {result.text}\n"
 
 
 def trace_text(traced: Traced) -> str:
-    """The birth and the way of its value in a block of aligned lines."""
-    first_nonfinite_op = traced.first_nonfinite_op
-    if first_nonfinite_op is None:
+    """The operator that made the value, and the way of the value to the fault, in a block of aligned lines."""
+    event = traced.first_nonfinite_op
+    if event is None:
         what = traced.target or "every operator's outputs were finite"
         return f"trace of {traced.num_operators} operators: {what}\n" + _sources(traced)
     lines = [f"trace of {traced.num_operators} operators: {traced.target}; it began here:", ""]
-    lines += _source(first_nonfinite_op)
-    lines += [_line("operator", _operator(first_nonfinite_op)), _line("where", _where(first_nonfinite_op))]
-    lines += [_line("in" if index == 0 else "", _operand(o)) for index, o in enumerate(first_nonfinite_op.inputs)]
-    if first_nonfinite_op.output is not None:
-        lines.append(_line("out", _operand(first_nonfinite_op.output) + _rows(first_nonfinite_op, traced.batch_size)))
+    lines += _source(event)
+    lines += [_line("operator", _operator(event)), _line("where", _where(event))]
+    lines += [_line("in" if index == 0 else "", _operand(o)) for index, o in enumerate(event.inputs)]
+    if event.output is not None:
+        lines.append(_line("out", _operand(event.output) + _rows(event, traced.batch_size)))
     lines += _path(traced)
     return "\n".join(lines) + "\n" + _sources(traced)
 
 
 def reason_text(reason: Reason) -> str:
-    """One sentence and the evidence."""
+    """The reason in one line, and its evidence in aligned lines below."""
     lines = [f"reason: {reason.text}"]
     lines += [_line("evidence" if index == 0 else "", text) for index, text in enumerate(reason.evidence)]
     return "\n".join(lines) + "\n"
@@ -64,48 +64,41 @@ def _line(label: str, text: str) -> str:
     return f"  {label:<9} {text}".rstrip()
 
 
-def _source(first_nonfinite_op: Event) -> list[str]:
-    """The line of source, its callers, and the part that ran underlined."""
-    lines = first_nonfinite_op.lines or first_nonfinite_op.forward_lines
+def _source(event: Event) -> list[str]:
+    """The line of source with the part that ran underlined, and its callers."""
+    lines = event.lines or event.forward_lines
     if not lines:
         return ["    (no line of the user's code: a module of torch ran it by itself)", ""]
     first = lines[0]
-    shown = [f"    {first.place()} in {first.function}" + _role(first_nonfinite_op), f"      {_cut(first.text)}"]
+    shown = [f"    {first.place()} in {first.function}" + _role(event), f"      {_cut(first.text)}"]
     start = first.text.find(first.expression) if first.expression else -1
+    # Not where the text is cut: the marks would reach beyond it.
     if start >= 0 and len(first.expression) < len(first.text) and start + len(first.expression) <= MAX_TEXT:
         shown.append("      " + " " * start + "^" * len(first.expression))
     shown += [f"    called at {line.place()} in {line.function}: {_cut(line.text, 60)}" for line in lines[1:3]]
     return [*shown, ""]
 
 
-def _role(first_nonfinite_op: Event) -> str:
-    if first_nonfinite_op.phase != "backward":
-        return " (run again by activation checkpointing)" if first_nonfinite_op.phase == "recomputation" else ""
-    return " (its backward)" if first_nonfinite_op.lines else " (the forward line; the value was born in its backward)"
+def _role(event: Event) -> str:
+    if event.phase != "backward":
+        return " (run again by activation checkpointing)" if event.phase == "recomputation" else ""
+    return " (its backward)" if event.lines else " (the forward line; the value was born in its backward)"
 
 
-def _operator(first_nonfinite_op: Event) -> str:
-    made = (
-        f", backward of {first_nonfinite_op.forward_operator}"
-        if first_nonfinite_op.forward_operator and first_nonfinite_op.phase == "backward"
-        else ""
-    )
-    node = f" ({first_nonfinite_op.node})" if first_nonfinite_op.node else ""
-    what = {"birth": "made it", "constant": "wrote it", "spread": "took it in"}[first_nonfinite_op.category]
-    outside = ", ".join(name or "a value made outside the step" for name in first_nonfinite_op.outside)
-    numbers = f" with {', '.join(first_nonfinite_op.numbers)}" if first_nonfinite_op.numbers else ""
-    return f"{first_nonfinite_op.operator}{numbers}{made}{node} {what}" + (f" from {outside}" if outside else "")
+def _operator(event: Event) -> str:
+    made = f", backward of {event.forward_operator}" if event.forward_operator and event.phase == "backward" else ""
+    node = f" ({event.node})" if event.node else ""
+    what = {"birth": "made it", "constant": "wrote it", "spread": "took it in"}[event.category]
+    outside = ", ".join(name or "a value made outside the step" for name in event.outside)
+    numbers = f" with {', '.join(event.numbers)}" if event.numbers else ""
+    return f"{event.operator}{numbers}{made}{node} {what}" + (f" from {outside}" if outside else "")
 
 
-def _where(first_nonfinite_op: Event) -> str:
-    layer = "the training step" if first_nonfinite_op.layer is None else layer_text(first_nonfinite_op.layer)
-    call = f" (call {first_nonfinite_op.call})" if first_nonfinite_op.call is not None else ""
-    batch = (
-        f" of micro-batch {first_nonfinite_op.micro_batch}"
-        if first_nonfinite_op.micro_batch is not None and first_nonfinite_op.phase != "update"
-        else ""
-    )
-    return f"{layer}{call}, {'forward' if first_nonfinite_op.phase == 'step code' else first_nonfinite_op.phase}{batch}"
+def _where(event: Event) -> str:
+    layer = "the training step" if event.layer is None else layer_text(event.layer)
+    call = f" (call {event.call})" if event.call is not None else ""
+    batch = f" of micro-batch {event.micro_batch}" if event.micro_batch is not None and event.phase != "update" else ""
+    return f"{layer}{call}, {'forward' if event.phase == 'step code' else event.phase}{batch}"
 
 
 def _operand(operand: Operand) -> str:
@@ -125,15 +118,11 @@ def _range(operand: Operand) -> str:
     return f"{operand.minimum:.4g} .. {operand.maximum:.4g}"
 
 
-def _rows(first_nonfinite_op: Event, size: int | None) -> str:
-    if first_nonfinite_op.num_rows is None:
+def _rows(event: Event, size: int | None) -> str:
+    if event.num_rows is None:
         return ""
-    shown = listed(first_nonfinite_op.rows, total=first_nonfinite_op.num_rows)
-    return (
-        f"; rows {shown} of {size} in the batch"
-        if first_nonfinite_op.num_rows < (size or 0)
-        else "; all rows of the batch"
-    )
+    shown = listed(event.rows, total=event.num_rows)
+    return f"; rows {shown} of {size} in the batch" if event.num_rows < (size or 0) else "; all rows of the batch"
 
 
 def _path(traced: Traced) -> list[str]:

@@ -1,4 +1,4 @@
-"""The trace on all ranks: for faults that no rank can run alone, since a layer or the reduce mixes them all."""
+"""Traces the step on all ranks, for faults that no rank can reproduce alone: a layer or the reduce mixes the ranks."""
 
 from __future__ import annotations
 
@@ -16,24 +16,27 @@ from .trace.operators import is_communication
 
 
 def trace_all_ranks(session: Session, outcome: Result, render: Callable[[Diagnosis], str]) -> str:
-    """Each rank's step under a trace; the same text on every rank: that of the rank where the fault began.
+    """Trace each rank's step and return the text of the rank where the fault began; the same text on every rank.
 
-    Where ranks met the value in the same layer the report names the first of them; the trace knows who only got it.
+    Where several ranks met the value in the same layer, the report names the first of them; the traces tell which rank
+    made the value and which received it.
 
     Args:
         session: of this rank, not alone.
         outcome: of its plain replay.
-        render: makes text of a diagnosis.
+        render: makes the text of a diagnosis.
 
-    Collective: those of the training step and of a guard, then one gather of a flag and one broadcast of the text
-    on the default group; every rank must call it.
+    Collective: those of the training step and of a guard, then one gather of a flag and one broadcast of the text on
+    the default group; every rank must call it.
     """
     origin = session.dump.report.origin
     largest = _largest(session, origin) if origin is not None and origin.phase is Phase.REDUCE else {}
+    # A reduce has no rank where the fault began; the one that contributed most is traced.
     named = max(largest, key=largest.__getitem__) if largest else origin_rank(session.dump)
     found = traced_diagnosis(session, outcome)
     made_it: list[bool] = [False] * dist.get_world_size()
     dist.all_gather_object(made_it, _made_it(found))
+    # On a rank that only received the value, its first event is a collective.
     rank = named if made_it[named] or not any(made_it) else made_it.index(True)
     texts: list[str | None] = [None]
     if session.rank == rank:
@@ -45,19 +48,19 @@ def trace_all_ranks(session: Session, outcome: Result, render: Callable[[Diagnos
 
 
 def _made_it(found: Diagnosis) -> bool:
-    """Whether the value began in this rank's own arithmetic."""
-    first_nonfinite_op = found.traced.first_nonfinite_op if found.traced is not None else None
-    return first_nonfinite_op is not None and not is_communication(first_nonfinite_op.operator)
+    """Whether the value began in this rank's own arithmetic, not in a collective."""
+    first = found.traced.first_nonfinite_op if found.traced is not None else None
+    return first is not None and not is_communication(first.operator)
 
 
 def _largest(session: Session, origin: Site) -> dict[int, float]:
-    """Per rank the largest absolute value of the gradient that went bad in the reduce, before it."""
+    """Per rank, the largest absolute value before the reduce of the gradient that became non-finite in it."""
     dump = session.dump
     return largest_gradients({rank: dump.history(rank) for rank in dump.ranks}, origin.slot)
 
 
 def _reduce_text(found: Diagnosis, largest: dict[int, float], origin: Site | None) -> str:
-    """Which collective, and whose values were how large before it."""
+    """The collective that met the bad value, and how large each rank's gradient was before it."""
     if not largest or origin is None:
         return ""
     trace = found.traced.trace if found.traced is not None else None

@@ -20,9 +20,9 @@ class Diagnosis:
     """What a dump and its replay say about the cause.
 
     Attributes:
-        outcome: of the plain replay; None where there was none.
-        traced: None where the step could not be run.
-        reason: the first rule that fits, or "unknown".
+        outcome: of the plain replay; None where it was not run.
+        traced: the traced step; None where it could not be run.
+        reason: the answer of the first rule that has one, or "unknown".
         obstacle: why the step was not run; "" where it was.
     """
 
@@ -42,22 +42,26 @@ class Diagnosis:
 
 
 def diagnose(session: Session, outcome: Result) -> Diagnosis:
-    """Trace the session's step and ask the rules.
+    """Trace the session's step and ask the rules; without a trace where the step cannot be run or raises.
 
     Args:
-        session: of one rank.
+        session: of one rank, alone.
         outcome: of its plain replay.
     """
     if outcome.outcome is Outcome.CANNOT:
         return without_replay(session.dump, outcome, outcome.reason)
     try:
         return traced_diagnosis(session, outcome)
+    # Alone there are no peers that would wait, so the report can still be asked.
     except (RuntimeError, TypeError, NotImplementedError) as error:
         return without_replay(session.dump, outcome, f"the traced step raised {type(error).__name__}: {error}")
 
 
 def traced_diagnosis(session: Session, outcome: Result) -> Diagnosis:
-    """`diagnose` where an error ends the trace: a rank that goes on without its peers would leave them waiting."""
+    """`diagnose`, but an error in the traced step is raised: a rank that continued would leave its peers waiting.
+
+    Collective: those of the training step and of a guard, unless the session is alone.
+    """
     traced = trace_step(session)
     if outcome.outcome is Outcome.ELSEWHERE:
         traced.notes.append("the replay went elsewhere than the record: this is the trace of the replay")
@@ -66,7 +70,13 @@ def traced_diagnosis(session: Session, outcome: Result) -> Diagnosis:
 
 
 def without_replay(dump: Dump, outcome: Result | None, why: str) -> Diagnosis:
-    """What the report and the history alone say."""
+    """What the report and the history say by themselves; nothing is run.
+
+    Args:
+        dump: the dump.
+        outcome: of the plain replay, None where it was not run.
+        why: the obstacle, for the reader.
+    """
     reason = reason_for(facts_of(dump, None, None))
     if reason.kind == "unknown":
         reason = replace(reason, evidence=(*reason.evidence, f"the report says: {dump.report.cause}"))
@@ -74,7 +84,13 @@ def without_replay(dump: Dump, outcome: Result | None, why: str) -> Diagnosis:
 
 
 def facts_of(dump: Dump, traced: Traced | None, outcome: Result | None) -> TraceFacts:
-    """What the rules look at."""
+    """Collect the facts for the rules.
+
+    Args:
+        dump: the dump.
+        traced: the traced step, None where it was not run.
+        outcome: of the plain replay, None where it was not run.
+    """
     dtypes = {
         name.removeprefix("model."): entry.dtype
         for name, entry in dump.manifest.shapes.items()
@@ -86,6 +102,7 @@ def facts_of(dump: Dump, traced: Traced | None, outcome: Result | None) -> Trace
         histories={rank: dump.history(rank) for rank in dump.ranks},
         optimizers=_optimizers(dump),
         dtypes=dtypes,
+        # With a trace the rules take the batch from there: it is the one that the step has just used.
         batch=_batch(dump) if traced is None else None,
         outcome=str(outcome.outcome) if outcome is not None else None,
         differs=tuple(outcome.differs) if outcome is not None else (),
@@ -94,7 +111,7 @@ def facts_of(dump: Dump, traced: Traced | None, outcome: Result | None) -> Trace
 
 
 def _batch(dump: Dump) -> Any:
-    """What a bad input is looked for in."""
+    """The batch of an input fault; None for other phases, or where it cannot be read."""
     origin = dump.report.origin
     if origin is None or origin.phase is not Phase.INPUT or origin.rank not in dump.ranks:
         return None

@@ -1,4 +1,4 @@
-"""The step once more with one thing changed: precision, determinism, memory, repetition."""
+"""Experiments: the step is run again with one thing changed, such as precision, determinism or memory contents."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 @dataclass
 class ExperimentResult:
-    """What one experiment gave.
+    """The result of one experiment.
 
     Attributes:
-        name: as on the command line.
-        text: one sentence.
+        name: the option on the command line.
+        text: the result in one sentence.
         failed: whether the step was non-finite; None where it could not be run.
         details: for ``--json``.
     """
@@ -47,12 +47,17 @@ class ExperimentResult:
     details: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready data."""
+        """Text, result and details as JSON-ready data."""
         return {"text": self.text, "failed": self.failed, **self.details}
 
 
 def in_dtype(session: Session, name: str) -> ExperimentResult:
-    """Whether the step stays finite with weights, buffers and floating batch items in another precision."""
+    """Whether the step stays finite with weights, buffers and floating-point batch items in another precision.
+
+    Args:
+        session: without an obstacle.
+        name: a key of `DTYPES`.
+    """
 
     @contextlib.contextmanager
     def around(rebuilt: Rebuilt, window: list[MicroBatch]) -> Iterator[None]:
@@ -67,7 +72,7 @@ def in_dtype(session: Session, name: str) -> ExperimentResult:
 
 
 def deterministic(session: Session) -> ExperimentResult:
-    """Whether the step fails with deterministic algorithms too."""
+    """Whether the step also fails with deterministic algorithms."""
 
     @contextlib.contextmanager
     def around(_: Rebuilt, __: list[MicroBatch]) -> Iterator[None]:
@@ -78,7 +83,7 @@ def deterministic(session: Session) -> ExperimentResult:
 
 
 def poison_memory(session: Session) -> ExperimentResult:
-    """Whether the step reads memory that it has not written: every new tensor without contents is filled with NaN."""
+    """Whether the step reads memory that it has not written: uninitialised tensors are filled with NaN."""
 
     @contextlib.contextmanager
     def around(rebuilt: Rebuilt, _: list[MicroBatch]) -> Iterator[None]:
@@ -90,7 +95,7 @@ def poison_memory(session: Session) -> ExperimentResult:
 
 
 def fill_free_memory(device: torch.device) -> None:
-    """Leaves NaN in the memory that the allocator hands out next."""
+    """Leave NaN in the memory that the allocator will hand out next, in blocks of 64 B to 8 MiB."""
     sizes = [1 << exponent for exponent in range(6, 24)]
     held = [torch.full((size // 4,), torch.nan, device=device) for size in sizes for _ in range(4)]
     del held
@@ -101,6 +106,8 @@ def _deterministic(fill: bool) -> Iterator[None]:
     before = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
     settings: Any = torch.utils.deterministic  # mypy does not see the attributes of this module
     filled = settings.fill_uninitialized_memory
+    # torch fills uninitialised memory in this mode only; a warning instead of an error for operators without such an
+    # algorithm.
     torch.use_deterministic_algorithms(True, warn_only=True)
     settings.fill_uninitialized_memory = fill
     try:
@@ -111,7 +118,7 @@ def _deterministic(fill: bool) -> Iterator[None]:
 
 
 def repeat(session: Session, count: int) -> ExperimentResult:
-    """How often the step fails, and whether always at the same place."""
+    """How often the step fails in ``count`` runs, and at which sites."""
     places = Counter(_place(_first(session.run())) for _ in range(count))
     failed = count - places[""]
     text = f"{failed} of {count} runs non-finite"
@@ -143,19 +150,21 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-# -- a debugger at the operator
-# ----------------------------------------------------------------------------------------
+# -- a debugger at the operator ----------------------------------------------------------------------------------------
 
 
 def debug(session: Session, traced: Traced) -> ExperimentResult:
-    """Stop at the birth that a trace has found, in the user's frame, while the operator's caller waits."""
-    first_nonfinite_op = traced.first_nonfinite_op
-    if first_nonfinite_op is None:
+    """Open pdb in the user's frame at the operator that a trace has found, before the operator's caller continues.
+
+    The step is traced again; ``traced`` says at which operator to stop.
+    """
+    first = traced.first_nonfinite_op
+    if first is None:
         return ExperimentResult("--pdb", "no birth to stop at", None)
     stopped: list[str] = []
 
     def stop(event: Event, frame: FrameType) -> None:
-        if event.order == first_nonfinite_op.order and event.operator == first_nonfinite_op.operator:
+        if event.order == first.order and event.operator == first.operator:
             stopped.append(_interact(user_frame(frame), event))
 
     trace_step(session, stop)

@@ -1,4 +1,4 @@
-"""The smallest part of the window that still fails, by delta debugging.
+"""Finds the smallest set of samples of the window that still fails, by delta debugging.
 
 Method: ddmin of Zeller and Hildebrandt, "Simplifying and Isolating Failure-Inducing Input", 2002, over the samples of
 all micro-batches, then over the micro-batches that are left.
@@ -23,7 +23,7 @@ from .experiments import ExperimentResult
 MAX_RUNS = 200
 
 Sample = tuple[int, int]
-"""Position of the micro-batch in the window, and of the sample in it."""
+"""Position of a micro-batch in the window, and of a sample in that micro-batch."""
 T = TypeVar("T")
 
 
@@ -32,17 +32,25 @@ class _BoundReached(Exception):  # noqa: N818  # no error: it ends the search
 
 
 class Minimizer:
-    """Runs the step on parts of its window.
+    """Runs the step on subsets of its window.
+
+    Args:
+        session: without an obstacle.
+        on_run: called after each subset that fails, with the number of runs and of samples.
+        max_runs: bound on the number of runs.
 
     Attributes:
-        num_runs: so far.
-        smallest: the smallest part found that fails.
+        session: the session.
+        num_runs: runs so far.
+        sizes: number of samples of each micro-batch, 0 where unknown.
+        smallest: the smallest failing set of samples so far.
     """
 
     def __init__(self, session: Session, on_run: Callable[[int, int], None], max_runs: int) -> None:
         self.session = session
         self.num_runs = 0
         window = session.window(session.recipe())
+        # A micro-batch of unknown size, 0 here, counts as one sample: it is kept or left out as a whole.
         self.sizes = [batch_size(m.batch) or 0 for m in window]
         self.smallest: list[Sample] = [(n, row) for n, size in enumerate(self.sizes) for row in range(max(size, 1))]
         self._on_run = on_run
@@ -50,7 +58,7 @@ class Minimizer:
         self._phase: str | None = None
 
     def fails(self, samples: list[Sample]) -> bool:
-        """Whether the step fails in the same phase on these samples alone; one that raises does not."""
+        """Whether the step fails in the same phase on these samples alone. A step that raises counts as not failing."""
         if self.num_runs >= self._max_runs:
             raise _BoundReached
         self.num_runs += 1
@@ -61,13 +69,14 @@ class Minimizer:
         origin = again.report.origin if again.report is not None else None
         if origin is None or str(origin.phase) != (self._phase or str(origin.phase)):
             return False
+        # The first failing run, on the whole window, fixes the phase: a subset that fails elsewhere is another fault.
         self._phase = str(origin.phase)
         self.smallest = samples
         self._on_run(self.num_runs, len(samples))
         return True
 
     def search(self) -> bool:
-        """Make `smallest` as small as the bound allows; False where not even the whole window fails."""
+        """Make `smallest` as small as the bound on runs allows; False where not even the whole window fails."""
         if not self.fails(self.smallest):
             return False
         _ddmin(self.smallest, self.fails)
@@ -92,7 +101,7 @@ def minimize(session: Session, on_run: Callable[[int, int], None], max_runs: int
 
     Args:
         session: without an obstacle.
-        on_run: called after each smaller part that fails, with the number of runs and of samples.
+        on_run: called after each smaller set that fails, with the number of runs and of samples.
         max_runs: bound on the number of runs.
     """
     minimizer = Minimizer(session, on_run, max_runs)
@@ -120,7 +129,7 @@ def _samples(rows: list[int]) -> str:
 
 
 def _ddmin(items: list[T], fails: Callable[[list[T]], bool]) -> list[T]:
-    """A list from which no part of any granularity can be taken away."""
+    """A failing list from which no chunk, at any granularity, can be removed."""
     parts = 2
     while len(items) >= 2:
         size = -(-len(items) // parts)
@@ -141,7 +150,13 @@ def _ddmin(items: list[T], fails: Callable[[list[T]], bool]) -> list[T]:
 
 
 def rows_of(value: Any, rows: list[int], size: int) -> Any:
-    """A batch cut down to some rows: tensors, arrays and lists whose length is the batch's."""
+    """A batch reduced to some rows: tensors, arrays and lists whose length is the batch size; all else is kept.
+
+    Args:
+        value: the batch, or an item of it.
+        rows: indices of the samples to keep.
+        size: number of samples in the batch.
+    """
     if isinstance(value, Tensor):
         return value[torch.tensor(rows, device=value.device)] if value.dim() and value.shape[0] == size else value
     if isinstance(value, np.ndarray):

@@ -1,6 +1,6 @@
 """The dump of a fault: written by all ranks together (or by one alone), read without executing anything.
 
-Read `records` and `rank_records` for what its JSON says, `format` for its other files, then `write` and `read`; `pack`
+Read `records` and `rank_records` for its JSON, `format` for its other files, then `write` and `read`; `batch_codec`
 turns batches into JSON and tensors.
 """
 

@@ -1,7 +1,7 @@
-"""Any batch as JSON plus tensors, and back: containers become plain types with a tag, nothing is ever pickled.
+"""Batches of any structure as JSON plus tensors, and back. Containers become tagged plain types; nothing is pickled.
 
-JSON values stand for themselves; everything else is an object whose ``$`` names its kind. A dict whose keys are all
-strings, none of them ``$``, stands for itself too.
+JSON values are written as they are; everything else is an object whose ``$`` names its kind. A dict whose keys are all
+strings, none of them ``$``, is written as it is too.
 """
 
 from __future__ import annotations

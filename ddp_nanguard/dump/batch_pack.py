@@ -1,4 +1,4 @@
-"""`pack`: any batch as JSON plus tensors. See `pack` the module for how values are written."""
+"""`pack`: a batch of any structure as JSON plus tensors. `batch_codec` says how values are written."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .format import dtype_name, storable
 
 TAG = "$"
 INLINE_BYTES = 1024
-"""Byte strings up to this length go into the JSON, longer ones beside the tensors."""
+"""Byte strings up to this length go into the JSON, longer ones are stored as tensors."""
 MAX_VALUES = 200_000
-"""Values of one batch; a structure that has more is not a batch but something that dangles from it."""
+"""Largest number of values in a batch. A structure with more is not a batch but an object that the batch refers to."""
 MAX_DEPTH = 64
 MAX_SPAN = 2**20
-"""Elements that a strided view may span without being compacted."""
+"""Elements that a strided view may span without being made contiguous."""
 
 
 class Packed(NamedTuple):
@@ -33,7 +33,7 @@ class Packed(NamedTuple):
     Attributes:
         structure: JSON-ready.
         tensors: dense, in dtypes that safetensors takes, on the device they were on; views stay views until written.
-        notes: what could not be kept as it was, with its path.
+        notes: what could not be kept as it was, each with its path.
     """
 
     structure: Any
@@ -42,10 +42,10 @@ class Packed(NamedTuple):
 
 
 def pack(value: Any) -> Packed:
-    """Turns a value into JSON and tensors.
+    """Turn a value into JSON and tensors.
 
-    Objects are kept field by field where they have a ``__dict__``; what cannot be kept leaves a placeholder that names
-    its type, and a note.
+    Objects are kept field by field where they have a ``__dict__``. What cannot be kept leaves a placeholder that names
+    its type, and a note; no value raises.
     """
     packer = _Packer()
     structure = packer.pack(value, "", 0)
@@ -58,6 +58,7 @@ class _Packer:
         self.notes: list[str] = []
         self._seen: dict[int, str] = {}
         self._alive: list[Any] = []  # ids are unique only while their objects live
+        # Containers on the path to the current value: one that is met again contains itself.
         self._open: set[int] = set()
         self._numbers = itertools.count()
         self._left = MAX_VALUES
@@ -78,6 +79,7 @@ class _Packer:
             self._open.discard(id(value))
 
     def _simple(self, value: Any, path: str) -> Any:
+        # Exact types: a subclass is kept as its base type, with a note.
         if value is None or type(value) in (bool, int, str):
             return value
         if type(value) is float:
@@ -264,8 +266,9 @@ class _Packer:
         return self._context("quantized_channels", tensor, parts, dtype=dtype, axis=tensor.q_per_channel_axis())
 
     def _dense(self, tensor: torch.Tensor) -> dict[str, Any]:
-        """Strides are kept, since they decide which kernel runs; the memory between them is not."""
+        """Keep a dense tensor with its strides, which decide the kernel that runs, but not the memory between them."""
         node: dict[str, Any] = {"layout": "dense", "dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
+        # An expanded dim is stored once.
         repeated = [dim for dim, size in enumerate(tensor.shape) if size > 1 and tensor.stride(dim) == 0]
         for dim in repeated:
             tensor = tensor.narrow(dim, 0, 1)
@@ -285,12 +288,12 @@ _COMPRESSED = {
 
 
 def dtype_name_of_layout(layout: torch.layout) -> str:
-    """``sparse_csr`` for `torch.sparse_csr`."""
+    """The name of a layout without ``torch.``, such as ``sparse_csr``."""
     return str(layout).removeprefix("torch.")
 
 
 def _keeps_strides(tensor: torch.Tensor) -> bool:
-    """Whether no two elements share memory and the span is bounded."""
+    """Whether no two elements share memory and the span of the strides is bounded."""
     span = 1
     for stride, size in sorted((tensor.stride(dim), size) for dim, size in enumerate(tensor.shape) if size > 1):
         if stride < span:

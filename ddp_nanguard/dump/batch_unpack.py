@@ -1,4 +1,4 @@
-"""`unpack`: the batch again, from JSON plus tensors; classes that nobody builds become an `UnregisteredObject`."""
+"""`unpack`: rebuilds a batch from JSON plus tensors; a class without a builder becomes an `UnregisteredObject`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Types = Mapping[str, Callable[..., Any]]
 
 @dataclasses.dataclass(frozen=True)
 class UnregisteredObject:
-    """Stands for an object whose class is not in the registry; its fields are attributes and items.
+    """Stands for an object whose class has no builder; its fields are attributes and items.
 
     Attributes:
         type_name: ``module.Class`` of the original.
-        fields: what it held; None where nothing of it could be kept.
+        fields: its fields or items; None where nothing of it could be kept.
     """
 
     type_name: str
@@ -48,7 +48,12 @@ class UnregisteredObject:
 
 
 def unregistered_type(value: Any, depth: int = 8) -> str | None:
-    """The type name of the first `UnregisteredObject` in a value, None where there is none."""
+    """The type name of the first `UnregisteredObject` in a value, None where there is none.
+
+    Args:
+        value: a value, or nested mappings, lists and tuples.
+        depth: how many levels are searched.
+    """
     if isinstance(value, UnregisteredObject):
         return value.type_name
     items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
@@ -80,7 +85,7 @@ def unpack(
 
 
 class UnpackError(DumpError):
-    """A value that cannot be unpacked, with the path to it."""
+    """A value that cannot be unpacked; the message has the path to it."""
 
 
 class _Unpacker:
@@ -91,6 +96,7 @@ class _Unpacker:
         self._tensors = tensors
         self._types = types
         self._device = device
+        # Tensors that occur several times are one object again.
         self._made: dict[str, torch.Tensor] = {}
         self._path: list[Any] = []
 
@@ -116,7 +122,7 @@ class _Unpacker:
             raise self._error(f"{_name_of(node)} cannot be unpacked ({line}); {remedy}") from error
 
     def _each(self, items: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-        """Unpacked items of a container; after an error ``_path`` stays, to say where it was."""
+        """The unpacked items of a container. After an error ``_path`` keeps its keys, for the message."""
         for key, item in items:
             self._path.append(key)
             yield key, self.unpack(item)
@@ -254,6 +260,7 @@ class _Unpacker:
         parts_by_name = {name: self._dense(part) for name, part in node["parts"].items()}
         if layout.startswith("quantized"):
             return _quantized(node, parts_by_name)
+        # The indices of sparse tensors are checked: a forged file must not make torch read outside its memory.
         values = parts_by_name["values"]
         if layout == "coo":
             indices = parts_by_name["indices"]
@@ -294,14 +301,14 @@ def _quantized(node: dict[str, Any], parts: dict[str, torch.Tensor]) -> torch.Te
 
 
 def _check_span(shape: tuple[int, ...], stride: list[int]) -> None:
-    """Memory between elements is made anew: not more of it than the packer keeps."""
+    """Refuse strides that span more memory than `pack` keeps: the memory between elements is allocated again."""
     span = 1 + sum(step * (size - 1) for size, step in zip(shape, stride, strict=True))
     if not 0 < span <= max(MAX_SPAN, 4 * math.prod(shape)) or min(stride, default=0) < 0:
         raise DumpError(f"stride {_short(stride)} does not fit shape {tuple(shape)}; copy the dump again")
 
 
 def _tuples(description: Any) -> Any:
-    """JSON made lists of the tuples in a structured dtype's description."""
+    """A structured dtype's description with tuples where JSON has made lists of them."""
     if not isinstance(description, list):
         return description
     return [_field(field) for field in description]

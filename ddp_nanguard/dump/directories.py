@@ -1,4 +1,4 @@
-"""Directories of dumps: claiming a name, making it final, rotating. Safe between jobs and ranks that share one root."""
+"""Directories of dumps: reserving a name, making it final, rotation. Safe between jobs and ranks with a common root."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DOOMED = ".old-"
 
 @contextlib.contextmanager
 def locked(root: Path) -> Iterator[None]:
-    """Holds the lock of a dump_dir; goes on without where locks do not work, since renames are safe by themselves."""
+    """Hold the lock of a dump_dir; continue without it where locks do not work, since renames are atomic anyway."""
     lock = FileLock(root / LOCK_FILE)
     try:
         lock.acquire(timeout=LOCK_TIMEOUT_S)
@@ -45,7 +45,7 @@ def locked(root: Path) -> Iterator[None]:
 
 
 def dumps_in(root: Path) -> list[tuple[DumpName, Path]]:
-    """Dump directories in ``root``, whole and partial, sorted by step; [] where there is none."""
+    """The dump directories in ``root``, whole and partial, sorted by step; [] where ``root`` cannot be read."""
     try:
         found = [(DumpName.parse(path.name), path) for path in root.iterdir() if path.is_dir()]
     except OSError:
@@ -59,13 +59,18 @@ def is_whole(path: Path) -> bool:
 
 
 def free_number(root: Path, step: int) -> int:
-    """The first number for which ``root`` has no dump of this step; 1 for a plain name."""
+    """One more than the largest number of a dump of this step in ``root``; 1, for a plain name, without any."""
     taken = [name.number for name, _ in dumps_in(root) if name.step == step]
     return max(taken, default=0) + 1
 
 
 def reserve(root: Path, name: DumpName, nonce: str) -> bool:
-    """Makes the partial directory of a dump, or joins it where a peer with the same nonce has made it.
+    """Make the partial directory of a dump, or join it where a peer with the same nonce has made it.
+
+    Args:
+        root: the dump_dir.
+        name: of the dump.
+        nonce: the same on all ranks that write this dump, and on no other.
 
     Returns:
         False if the name is taken by another dump.
@@ -83,7 +88,8 @@ def reserve(root: Path, name: DumpName, nonce: str) -> bool:
 
 
 def _make(path: Path, nonce: str) -> bool:
-    """Makes a directory with its writer file in one atomic step; False if the name is taken."""
+    """Make a directory with its writer file in one atomic step; False if the name is taken."""
+    # Filled under another name and renamed: a directory without its writer file could not be told from a peer's.
     temporary = path.parent / f".new-{uuid.uuid4().hex}"
     temporary.mkdir()
     try:
@@ -107,18 +113,19 @@ def _nonce_of(path: Path) -> str | None:
 
 
 def release(root: Path, name: DumpName, nonce: str) -> None:
-    """Gives back a claimed name that peers could not take; only the empty directory of this nonce is removed."""
+    """Remove a reserved directory, because peers could not reserve the name; only one of this nonce is removed."""
     partial = root / str(DumpName(name.step, name.number, partial=True))
     if _nonce_of(partial) == nonce:
         shutil.rmtree(partial, ignore_errors=True)
 
 
 def finish(root: Path, name: DumpName) -> DumpName:
-    """Drops ``.partial``; takes the next number should the name have been taken meanwhile."""
+    """Drop ``.partial`` from the name, and return the name; the next free number if it has been taken meanwhile."""
     partial = root / str(DumpName(name.step, name.number, partial=True))
     with locked(root):
         while True:
             try:
+                # A rename onto a directory that is not empty fails, so a taken name is never overwritten.
                 partial.rename(root / str(name))
                 return name
             except OSError as error:
@@ -128,9 +135,19 @@ def finish(root: Path, name: DumpName) -> DumpName:
 
 
 def open_rank_dir(root: Path, step: int, rank: int, run_id: str) -> Path:
-    """This rank's partial directory, within the directory in which ranks without peers write.
+    """Make this rank's partial directory in the directory that ranks without peers share.
 
-    Ranks of one run share it, though they cannot talk: they know it by the run's id.
+    Ranks of one run find the same directory by the run's id, although they cannot communicate.
+
+    Args:
+        root: the dump_dir.
+        step: of the fault.
+        rank: global rank.
+        run_id: the same on all ranks of the run.
+
+    Raises:
+        FileExistsError: the rank has files there already.
+        OSError: the root cannot be written.
     """
     nonce = f"alone {run_id}"
     with locked(root):
@@ -153,7 +170,13 @@ def _own_directory(path: Path, rank: int) -> Path:
 
 
 def rotate(root: Path, keep: int, current: Path) -> None:
-    """Removes the oldest whole dumps beyond ``keep``; never a partial one, nor one in which a rank still writes."""
+    """Remove the oldest whole dumps beyond ``keep``; never a partial one, nor one in which a rank is still writing.
+
+    Args:
+        root: the dump_dir.
+        keep: number of dumps to keep, ``current`` included; 0 or less keeps all.
+        current: the dump that has just been written, which stays.
+    """
     if keep <= 0:
         return
     with locked(root):
@@ -168,25 +191,27 @@ def rotate(root: Path, keep: int, current: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
+# A rank without peers writes into a dump that a peer of its run has finished. A directory that has not changed for an
+# hour is taken for one whose writer died.
 def _is_being_written(path: Path) -> bool:
     now = time.time()
     return any(now - child.stat().st_mtime < ABANDONED_S for child in path.glob(f"rank-*{PARTIAL}"))
 
 
 def abandon(partial: Path, rank: int) -> None:
-    """Takes a rank's files out of a broken dump, and the dump away once no rank has files in it."""
+    """Remove a rank's files from a broken dump, and the dump itself once no rank has files in it."""
     shutil.rmtree(partial / rank_name(rank), ignore_errors=True)
     if not ranks_in(partial):
         shutil.rmtree(partial, ignore_errors=True)
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes that may still be written below the first directory of ``path`` that exists."""
+    """Free bytes of the disk that holds ``path``, or that will once it is made."""
     while not path.exists() and path != path.parent:
         path = path.parent
     return shutil.disk_usage(path).free
 
 
 def size_of(path: Path) -> int:
-    """Bytes of all files below ``path``."""
+    """Total size in bytes of all files below ``path``."""
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

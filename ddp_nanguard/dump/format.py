@@ -1,7 +1,7 @@
-"""The dump on disk: names, JSON, safetensors and npz files, checksums. Nothing here unpickles or imports anything.
+"""The files of a dump: names, JSON, safetensors and npz, checksums. Nothing here unpickles or imports anything.
 
-[Note: chunk] A safetensors file of tensors that are parts of larger ones carries, under the metadata key
-``DCP_SHARDING_INFO``, where each lies in the whole (``saved_offsets``), as torch.distributed.checkpoint writes it.
+[Note: chunk] A safetensors file whose tensors are parts of larger ones has, under the metadata key
+``DCP_SHARDING_INFO``, the position of each in the whole (``saved_offsets``), as torch.distributed.checkpoint writes it.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ HISTORY = "history.npz"
 
 OFFSETS_KEY = "DCP_SHARDING_INFO"
 COPY_BYTES = 64 * 2**20
-"""The size of a file in state/."""
+"""Largest size of a file in ``state/``."""
 BLOCK_BYTES = COPY_BYTES // NUM_THREADS
-"""The most that one thread copies to the host at a time."""
+"""Most bytes that one thread copies to the host at a time: 16 MiB."""
 DIGEST_BYTES = 16
 
 _STORED_AS = {
@@ -67,7 +67,7 @@ _STORED_AS = {
     torch.float8_e5m2: "F8_E5M2",
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }
-"""What both safetensors and the reader of torch.distributed.checkpoint take; everything else is stored as integers."""
+"""Dtypes that both safetensors and torch.distributed.checkpoint read; all others are stored as integers."""
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?(\.partial)?", re.ASCII)
@@ -76,7 +76,13 @@ _RANK_NAME = re.compile(r"rank-(\d{5,})", re.ASCII)
 
 @dataclass(frozen=True, order=True)
 class DumpName:
-    """The name of a dump directory: ``step-00004812``, ``step-00004812.2``, ``step-00004812.partial``."""
+    """The name of a dump directory: ``step-00004812``, ``step-00004812.2``, ``step-00004812.partial``.
+
+    Attributes:
+        step: of the fault.
+        number: 1 for the first dump of this step in a dump_dir, which is not written into the name.
+        partial: whether the dump is still being written.
+    """
 
     step: int
     number: int = 1
@@ -84,7 +90,7 @@ class DumpName:
 
     @classmethod
     def parse(cls, name: str) -> DumpName | None:
-        """The parts of a directory's name; None if it is no dump's."""
+        """The name that a directory's name spells; None if it is not that of a dump."""
         match = _NAME.fullmatch(name)
         return cls(int(match[1]), int(match[2] or 1), bool(match[3])) if match else None
 
@@ -94,18 +100,19 @@ class DumpName:
 
 
 def rank_name(rank: int) -> str:
-    """Directory of one rank's files within a dump."""
+    """Name of the directory of one rank's files within a dump: ``rank-00003``."""
     return f"rank-{rank:05d}"
 
 
 def rank_of(name: str) -> int | None:
-    """The inverse of `rank_name`; None for any other name."""
+    """The rank that a directory's name spells, the inverse of `rank_name`; None for any other name."""
+    # Only the spelling of `rank_name`: ``rank-000003`` is not a second directory of rank 3.
     match = _RANK_NAME.fullmatch(name)
     return int(match[1]) if match is not None and rank_name(int(match[1])) == name else None
 
 
 def ranks_in(dump: Path) -> list[int]:
-    """Ranks with a directory in ``dump``, sorted."""
+    """The ranks that have a directory in ``dump``, sorted."""
     ranks = (rank_of(path.name) for path in dump.glob("rank-*") if path.is_dir())
     return sorted(rank for rank in ranks if rank is not None)
 
@@ -121,7 +128,7 @@ class FileEntry:
     Attributes:
         path: relative to the dump, with forward slashes.
         size_bytes: its length.
-        blake2b: hex digest of its bytes.
+        blake2b: digest of its bytes, 16 bytes in hexadecimal.
     """
 
     path: FilePath
@@ -129,14 +136,14 @@ class FileEntry:
     blake2b: Digest
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready data."""
+        """Path, size and digest as JSON-ready data."""
         return {"path": self.path, "size_bytes": self.size_bytes, "blake2b": self.blake2b}
 
 
 class _Hashed:
-    """A binary file being written, with the digest and the length of what went in.
+    """A binary file that is being written, with the digest and the length of its bytes.
 
-    The bytes that are hashed are the bytes that are written, so that nothing need be read back.
+    The bytes are hashed as they are written, so that nothing has to be read back.
     """
 
     def __init__(self, file: IO[bytes], tell: OnBytes) -> None:
@@ -154,14 +161,14 @@ class _Hashed:
         return len(view)
 
     def flush(self) -> None:
-        """Part of what `zipfile` asks of a stream."""
+        """Do nothing: `zipfile` expects the method, and `_write_file` flushes."""
 
     def close(self) -> None:
-        """Likewise; `_write_file` closes."""
+        """Do nothing: `zipfile` expects the method, and `_write_file` closes."""
 
 
 def _write_file(root: Path, path: str, fill: Callable[[_Hashed], object], tell: OnBytes = ignore_bytes) -> FileEntry:
-    """Writes, syncs and lists one file; a file that could not be written whole is removed."""
+    """Write, sync and list one file; a file that could not be written completely is removed."""
     target = root / path
     try:
         with open(target, "wb") as file:
@@ -176,7 +183,7 @@ def _write_file(root: Path, path: str, fill: Callable[[_Hashed], object], tell: 
 
 
 def sync_directory(path: Path) -> None:
-    """Makes names within a directory durable; file systems that cannot are left alone."""
+    """Make the names within a directory durable; does nothing on file systems that cannot."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:
@@ -190,7 +197,13 @@ def sync_directory(path: Path) -> None:
 
 
 def list_file(root: Path, path: str, tell: OnBytes = ignore_bytes) -> FileEntry:
-    """The entry of a file that somebody else has written."""
+    """The entry of a file that exists already, from reading it.
+
+    Args:
+        root: the dump.
+        path: of the file in it.
+        tell: called with the number of bytes read.
+    """
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     size_bytes = 0
     with open(root / path, "rb") as file:
@@ -205,12 +218,12 @@ def list_file(root: Path, path: str, tell: OnBytes = ignore_bytes) -> FileEntry:
 
 
 def write_text(root: Path, path: str, text: str) -> FileEntry:
-    """Writes a text file, UTF-8."""
+    """Write a text file in UTF-8, sync it and return its entry."""
     return _write_file(root, path, lambda file: file.write(text.encode()))
 
 
 def write_json(root: Path, path: str, data: Any) -> FileEntry:
-    """Writes strict JSON: non-finite numbers as strings, what JSON does not know as its ``str()``."""
+    """Write strict JSON: non-finite numbers as strings, objects that JSON does not know as their ``str()``."""
     return write_text(root, path, json.dumps(json_safe(data), indent=1, allow_nan=False, default=str) + "\n")
 
 
@@ -218,11 +231,12 @@ def write_json(root: Path, path: str, data: Any) -> FileEntry:
 
 
 def write_arrays(root: Path, path: str, arrays: Mapping[str, np.ndarray[Any, Any]]) -> FileEntry:
-    """Writes an npz file that ``np.load(allow_pickle=False)`` opens; names are free of the limits of ``np.savez``."""
+    """Write an npz file that ``np.load(allow_pickle=False)`` opens. Unlike in ``np.savez``, any text may be a name."""
 
     def fill(file: _Hashed) -> None:
         with zipfile.ZipFile(file, "w") as archive:
             for name, array in arrays.items():
+                # The size of an entry is not known yet when its header is written.
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
                     np.lib.format.write_array(entry, np.asanyarray(array), allow_pickle=False)
 
@@ -230,10 +244,10 @@ def write_arrays(root: Path, path: str, arrays: Mapping[str, np.ndarray[Any, Any
 
 
 def read_arrays(root: Path, path: str) -> dict[str, np.ndarray[Any, Any]]:
-    """Reads an npz file, without pickle.
+    """Read an npz file, without pickle.
 
     Raises:
-        DumpError: it is damaged, or asks for pickle.
+        DumpError: it is damaged, or needs pickle.
     """
     with well_formed(root / path), np.load(root / path, allow_pickle=False) as archive:
         return {name: archive[name] for name in archive.files}
@@ -243,12 +257,12 @@ def read_arrays(root: Path, path: str) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``float32`` for `torch.float32`."""
+    """The name of a dtype without ``torch.``, such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The inverse of `dtype_name`.
+    """The dtype of a name such as "float32", the inverse of `dtype_name`.
 
     Raises:
         DumpError: this torch has no such dtype.
@@ -262,7 +276,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def storable(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` in a dtype that safetensors takes: complex as pairs of reals (a dim more), exotic ones as integers."""
+    """``tensor`` in a dtype that safetensors takes: complex as pairs of reals (one dim more), others as integers."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.is_complex():
         return torch.view_as_real(tensor)
@@ -272,14 +286,19 @@ def storable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def restored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The inverse of `storable`."""
+    """A stored tensor in its original dtype, the inverse of `storable`.
+
+    Args:
+        tensor: as `storable` returned it.
+        dtype: the original one.
+    """
     if dtype.is_complex:
         return torch.view_as_complex(tensor)
     return tensor if tensor.dtype == dtype else tensor.view(dtype)
 
 
 def storable_shard(shard: TensorShard) -> TensorShard:
-    """`storable` for a piece: shapes and offsets follow."""
+    """`storable` for a shard: shapes and offsets get the further dim of complex numbers too."""
     tensor = storable(shard.tensor)
     if tensor.dim() == shard.tensor.dim():
         return TensorShard(shard.name, tensor, shard.stored_shape, shard.offsets, shard.true_shape)
@@ -287,7 +306,16 @@ def storable_shard(shard: TensorShard) -> TensorShard:
 
 
 def bounded_parts(shape: Iterable[int], itemsize: int, limit_bytes: int) -> Iterator[tuple[slice, ...]]:
-    """Cuts a tensor into boxes of at most ``limit_bytes`` (or one element), in row-major order of its elements."""
+    """Cut a tensor into boxes of at most ``limit_bytes`` (or one element), in row-major order of its elements.
+
+    Args:
+        shape: of the tensor.
+        itemsize: bytes per element.
+        limit_bytes: of one box.
+
+    Yields:
+        Slices, one per dim.
+    """
     yield from _cut([slice(0, size) for size in shape], itemsize, limit_bytes)
 
 
@@ -324,14 +352,16 @@ def write_tensors(
     offsets: Mapping[str, tuple[int, ...]] | None = None,
     tell: OnBytes = ignore_bytes,
 ) -> FileEntry:
-    """Writes dense tensors, on any device and of any strides, to a safetensors file, block by block.
+    """Write dense tensors, on any device and with any strides, to a safetensors file, block by block.
 
     Args:
         root: the dump.
         path: of the file in it.
         tensors: storable ones (see `storable`), by name.
-        offsets: where each lies in the tensor it is a part of. [Note: chunk]
-        tell: of what is written.
+        offsets: the position of each in the tensor that it is a part of, see [Note: chunk]; None for whole tensors.
+        tell: called with the number of bytes written.
+
+    Host sync: one blocking copy per 16 MiB of a device tensor.
     """
     # safetensors maps files into memory: the widest first keeps every tensor aligned
     names = sorted(tensors, key=lambda name: -tensors[name].itemsize)
@@ -344,6 +374,7 @@ def write_tensors(
         start, end = end, end + tensor.numel() * tensor.itemsize
         header[name] = {"dtype": _STORED_AS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
+    # The format wants the tensors to begin at a multiple of 8 bytes.
     text += b" " * (-len(text) % 8)
 
     def fill(file: _Hashed) -> None:
@@ -357,7 +388,10 @@ def write_tensors(
 
 
 def digest_tensor(tensor: torch.Tensor, size: int) -> bytes:
-    """Digest of a tensor's bytes, dtype and shape, ``size`` bytes long."""
+    """Digest of a tensor's bytes, dtype and shape, ``size`` bytes long.
+
+    Host sync: one blocking copy per 16 MiB of a device tensor.
+    """
     digest = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=size)
     for block in host_blocks(tensor):
         digest.update(block)
@@ -379,16 +413,20 @@ def open_tensors(path: Path) -> Any:
 
 
 def read_tensors(path: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Tensors of a safetensors file, on the CPU, each in memory of its own."""
+    """Tensors of a safetensors file, on the CPU, each in its own memory.
+
+    Raises:
+        DumpError: the file is missing or damaged.
+    """
     with open_tensors(path) as file:
         return {name: file.get_tensor(name).clone() for name in names}
 
 
 def check_header(path: Path) -> list[str]:
-    """Reopens a safetensors file and returns its names; for chunks, each must say where it lies.
+    """Reopen a safetensors file of chunks and return its names.
 
     Raises:
-        DumpError: it cannot be opened, or a chunk's place is missing.
+        DumpError: it cannot be opened, or a chunk has no offsets.
     """
     with open_tensors(path) as file:
         names = list(file.keys())

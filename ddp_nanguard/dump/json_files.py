@@ -1,7 +1,7 @@
-"""JSON of a dump, read strictly: files may be damaged, or made by somebody else, and neither ends in a traceback.
+"""Reads the JSON of a dump strictly: a damaged or forged file ends in a `DumpError`, never in a traceback.
 
-Refused are files beyond a size, bytes that are no UTF-8, NaN and Infinity, keys that are there twice, values that are
-nested without end, and whatever is no object at the top.
+Refused are files above a size, bytes that are not UTF-8, NaN and Infinity, duplicate keys, values that are nested too
+deeply, and anything but an object at the top.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any, NoReturn
 from ddp_nanguard.errors import DumpError
 
 MAX_JSON_BYTES = 64 * 2**20
-"""Of a manifest and what describes a rank. A file or a tensor takes some 150 bytes of it, so there is room for 400,000
-of them: twice what a model of 10**12 parameters has with its optimizer."""
+"""Largest manifest or file list of a rank. An entry of a file or tensor takes about 150 bytes, so there is room for
+400,000 of them: twice as many as a model of 10**12 parameters has with its optimizer."""
 MAX_CONTENT_BYTES = 512 * 2**20
-"""Of JSON that holds what users made: the texts of a batch, the plain state of optimizers, and a rank's tensors."""
+"""Largest JSON file with content of users: texts of a batch, plain state of optimizers, tensors of a rank."""
 MAX_JSON_DEPTH = 256
 """Packed batches are at most 64 containers deep (`batch_pack.MAX_DEPTH`), each of which takes up to three levels."""
 
@@ -27,12 +27,12 @@ AGAIN = "copy the dump again from where it was written"
 
 
 def read_json(root: Path, path: str, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """Reads a JSON file whose top is an object.
+    """Read a JSON file whose top is an object.
 
     Args:
         root: the dump.
         path: of the file in it.
-        max_bytes: longer files are refused unread.
+        max_bytes: longer files are refused without being read.
 
     Raises:
         DumpError: it is missing, or refused.
@@ -50,14 +50,14 @@ def read_json(root: Path, path: str, max_bytes: int = MAX_JSON_BYTES) -> dict[st
 
 @contextlib.contextmanager
 def well_formed(path: Path) -> Iterator[None]:
-    """Turns what goes wrong while a file's content is used into a `DumpError` that names the file."""
+    """Turn errors that occur while a file's content is used into a `DumpError` that names the file."""
     try:
         yield
     except DumpError as error:
         if str(path.parent) in str(error):
             raise
         raise DumpError(f"{path}: {error}") from error
-    except Exception as error:  # whatever a damaged file brings about
+    except Exception as error:  # a damaged file can raise anything
         line = (str(error).splitlines() or [""])[0][:200]
         cause = f"{type(error).__name__}: {line}"
         raise DumpError(f"{path} is damaged ({cause}); {AGAIN}") from error
@@ -80,10 +80,10 @@ def _bytes_of(file: Path, max_bytes: int) -> bytes:
 
 
 def parse_json(text: str) -> dict[str, Any]:
-    """The object that a strict JSON text holds.
+    """The object in a strict JSON text.
 
     Raises:
-        ValueError: it is no strict JSON, too deep or no object, in one line.
+        ValueError: it is not strict JSON, too deep or not an object; one line.
     """
     try:
         value = json.loads(

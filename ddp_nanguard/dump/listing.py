@@ -1,4 +1,4 @@
-"""`list_dumps`: what lies in a dump_dir, readable or not."""
+"""`list_dumps`: the dumps in a dump_dir, readable or not."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class DumpSummary:
     """One dump in a listing.
 
     Attributes:
-        path: of its directory; the first one where nodes hold parts of it.
+        path: its directory; the first one where several nodes hold parts of it.
         step: of the fault.
-        created: ISO date, or of the last change where there is no manifest.
-        origin: one line; empty where there is no manifest.
+        created: date and time in ISO 8601; that of the last change where there is no manifest.
+        origin: where the fault began, in one line; "" without a manifest.
         world_size: 0 where it is unknown.
-        ranks: that are present, over all roots.
-        size_bytes: of all its files.
+        ranks: ranks with files, over all its directories.
+        size_bytes: total size of its files.
         whole: finished, with nothing missing.
-        remark: why it is not whole, or what is wrong with it; empty otherwise.
+        remark: why it is not whole, or what is wrong with it; "" otherwise.
         paths: all its directories.
     """
 
@@ -49,7 +49,9 @@ class DumpSummary:
 
 
 def list_dumps(roots: Paths) -> list[DumpSummary]:
-    """The dumps below one or several dump_dirs, by step; parts of one dump on several nodes are one entry.
+    """The dumps in one or several dump_dirs, by step; parts of one dump on several nodes are one entry.
+
+    Checksums are not verified.
 
     Raises:
         DumpError: a root does not exist.
@@ -66,7 +68,7 @@ def list_dumps(roots: Paths) -> list[DumpSummary]:
 
 
 def _manifest_of(path: Path) -> Manifest | None:
-    """None where it cannot be read."""
+    """The manifest of a dump directory, None where it cannot be read."""
     try:
         return read_versioned(path, MANIFEST, Manifest)
     except DumpError:
@@ -74,7 +76,7 @@ def _manifest_of(path: Path) -> Manifest | None:
 
 
 def _identity(path: Path, manifest: Manifest | None) -> str:
-    """Equal for the parts of one dump on several nodes."""
+    """A text that is equal for the parts of one dump on several nodes, and for no others."""
     if manifest is None:
         return str(path)
     origin = manifest.report.origin

@@ -1,4 +1,4 @@
-"""Which directory is meant by a path that somebody has given."""
+"""Finds the dump directory that a path given by the user refers to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 
 def as_paths(paths: Paths) -> list[Path]:
-    """One path or several, as a list."""
+    """One path or several, as a list of `Path`."""
     return [Path(paths)] if isinstance(paths, (str, os.PathLike)) else [Path(path) for path in paths]
 
 
@@ -27,10 +27,10 @@ def _what_is_in(root: Path) -> str:
 
 
 def directory_of(path: Path) -> Path:
-    """The dump that is meant: itself, or the only one in a dump_dir.
+    """The dump that ``path`` refers to: itself, or the only whole one in a dump_dir.
 
     Raises:
-        DumpError: it is no dump.
+        DumpError: it is neither; the message lists what is there.
     """
     if not path.is_dir():
         raise DumpError(f"{path} is no directory; {_what_is_in(path.parent)}")

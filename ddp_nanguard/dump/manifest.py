@@ -1,4 +1,4 @@
-"""``manifest.json``, ``report.txt`` and ``state.json``: what one rank writes for all that share a directory."""
+"""``manifest.json``, ``report.txt`` and ``state.json``: files that one rank writes for all that share a directory."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ class Outcome:
 
 
 def write_shared_files(request: DumpRequest, dump: Path, final: Path, outcome: Outcome) -> None:
-    """Writes state.json, report.txt and, last and in one step, the manifest.
+    """Write state.json, report.txt and, last and in one step, the manifest.
 
     Args:
         request: of the writing rank.
         dump: the directory.
-        final: what it will be called.
+        final: its name once it is finished.
         outcome: of all ranks.
     """
     notes = request.report.notes + tuple(f"replicas disagree: {line}" for line in outcome.replicas_disagree)
@@ -80,6 +80,7 @@ def write_shared_files(request: DumpRequest, dump: Path, final: Path, outcome: O
         size_bytes=sum(entry.size_bytes for entry in files),
     )
     files.append(write_text(dump, REPORT, report_text(report, manifest)))
+    # The manifest marks a dump as whole, so it is written last and renamed: no reader may find half of it.
     write_json(dump, f".{MANIFEST}", dataclasses.replace(manifest, files=tuple(files)).to_dict())
     (dump / f".{MANIFEST}").rename(dump / MANIFEST)
 
@@ -97,7 +98,7 @@ def _rank_entries(dump: Path) -> list[FileEntry]:
 
 
 def manifest_of(request: DumpRequest) -> Manifest:
-    """What a rank can say before anything is written."""
+    """The manifest as far as a rank knows it before anything is written."""
     return Manifest(
         report=request.report,
         created=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -113,7 +114,7 @@ def manifest_of(request: DumpRequest) -> Manifest:
 
 
 def versions() -> dict[str, str]:
-    """Versions that decide whether a replay can be the same."""
+    """Versions of software and platform that decide whether a replay can give the same bits."""
     try:
         own = importlib.metadata.version("ddp-nanguard")
     except importlib.metadata.PackageNotFoundError:
@@ -124,7 +125,7 @@ def versions() -> dict[str, str]:
 
 
 def settings() -> Settings:
-    """Those of this process."""
+    """The present settings of torch in this process that decide bits."""
     return Settings(
         num_threads=torch.get_num_threads(),
         num_interop_threads=torch.get_num_interop_threads(),
@@ -145,7 +146,7 @@ def _matmul_precision() -> Literal["highest", "high", "medium"]:
 
 
 def _plain_state(value: Any) -> PlainState:
-    """Tensors in it are few and small, so they go into the JSON as bytes."""
+    """Pack a rank's plain state; its tensors are few and small, so they go into the JSON as base64."""
     packed = pack(value)
     tensors = {name: _inline(tensor) for name, tensor in packed.tensors.items()}
     return PlainState(packed.structure, tensors, tuple(packed.notes))
@@ -157,7 +158,7 @@ def _inline(tensor: torch.Tensor) -> InlineTensor:
 
 
 def read_plain_state(dump: Path) -> dict[str, Any]:
-    """What ``state.json`` holds, see `UnpackedState`.
+    """The content of ``state.json``, unpacked; its fields are those of `UnpackedState`.
 
     Raises:
         DumpError: it is missing or damaged.

@@ -1,4 +1,4 @@
-"""One line on stderr about writing or reading that takes long: ``dump: 1.2 of 4.0 GiB, 310 MB/s``."""
+"""One line on stderr about long writing or reading: ``dump: 1.2 of 4.0 GiB, 310 MB/s``."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from collections.abc import Callable
 from typing import TextIO
 
 SILENT_S = 2.0
-"""What is done by then is not worth a line."""
+"""Nothing is reported before this time."""
 EVERY_S = 10.0
-"""Where lines stay, as in a log file."""
+"""Interval where lines stay, as in a log file."""
 EVERY_ON_TERMINAL_S = 0.25
 GIB = 2**30
 
 OnBytes = Callable[[int], None]
-"""Told how many bytes are done since the last call, by any thread."""
+"""Called with the number of bytes done since the last call, by any thread."""
 
 
 def ignore_bytes(_: int) -> None:
-    """For who does not want to know."""
+    """An `OnBytes` for callers without a progress line."""
 
 
 class Progress:
-    """Counts bytes and says so: on a terminal in one line that is written over, else now and then in a new line.
+    """Counts bytes and reports them: on a terminal in one line that is rewritten, else in a new line every 10 s.
 
     Args:
-        what: the first word.
-        total_bytes: of all that is to come.
-        speaks: whether this process does at all.
-        stream: None for stderr, but for nothing in a test run, whose output nobody waits for.
+        what: the first words of the line.
+        total_bytes: expected in all.
+        speaks: whether this process reports at all.
+        stream: None for stderr, or for no output under pytest.
     """
 
     def __init__(self, what: str, total_bytes: int, speaks: bool = True, stream: TextIO | None = None) -> None:
@@ -43,6 +43,7 @@ class Progress:
         self._start_s = time.monotonic()
         self._next_s = self._start_s + SILENT_S
         self._width = 0
+        # `tell` is called by several threads that write or read files.
         self._lock = threading.Lock()
 
     def __enter__(self) -> Progress:
@@ -53,7 +54,7 @@ class Progress:
             self._write(f"\r{'':<{self._width}}\r")
 
     def tell(self, num_bytes: int) -> None:
-        """So much more is done."""
+        """Add ``num_bytes`` to what is done, and report if it is time to. May be called by any thread."""
         with self._lock:
             self._done_bytes += num_bytes
             now_s = time.monotonic()

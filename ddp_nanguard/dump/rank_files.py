@@ -39,14 +39,14 @@ from .state import chunks_of
 T = TypeVar("T")
 
 RESERVE_BYTES = 2**20
-"""Room for the JSON files, the report and the manifest."""
+"""Bytes that the JSON files, the report and the manifest are expected to take."""
 
 
 class Problems:
-    """What went wrong on this rank. Nothing that a disk or a batch does ends the fault path.
+    """Collects what went wrong on this rank. No error of a disk or a batch ends the fault path.
 
     Attributes:
-        lines: for the log; a disk that is full is said once, however many files did not fit.
+        lines: for the log; a full disk is reported once, however many files did not fit.
         details: one line per file.
     """
 
@@ -56,13 +56,13 @@ class Problems:
         self._full = False
 
     def add_lack(self, line: str) -> None:
-        """Notes that something was left out for lack of space."""
+        """Record that something was left out for lack of space."""
         self.lines.append(line)
         self.details.append(line)
         self._full = True
 
     def guard(self, what: str, act: Callable[[], T]) -> T | None:
-        """The result of ``act``; None, and a line that begins with ``what``, if it fails."""
+        """Call ``act`` and return its result; if it fails, record a line that begins with ``what`` and return None."""
         try:
             return act()
         except Exception as error:  # a batch may hold anything, and the stop must still happen
@@ -70,7 +70,12 @@ class Problems:
             return None
 
     def note(self, what: str, error: BaseException) -> None:
-        """Adds a line about an error."""
+        """Record a line about an error.
+
+        Args:
+            what: begins the line, such as "window.json not written".
+            error: the error.
+        """
         self.details.append(f"{what}: {reason(error)}")
         full = isinstance(error, OSError) and error.errno in _FULL
         if not full or not self._full:
@@ -81,7 +86,7 @@ class Problems:
 
 
 def reason(error: BaseException) -> str:
-    """One line about an error; for those of the disk with the remedy."""
+    """One line about an error, with the remedy if it is one of the disk."""
     if isinstance(error, OSError) and error.errno is not None:
         remedy = (
             "free some space, or set dump_dir"
@@ -100,30 +105,35 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class RankFiles:
     """Writes and lists one rank's files.
 
+    Args:
+        request: of this rank.
+        problems: gets a line for each file that cannot be written.
+
     Attributes:
-        entries: what was written, by path within the dump.
-        tell: of the bytes of tensors that are written.
+        entries: the written files, by path within the dump.
+        tell: called with the number of bytes of tensors written.
     """
 
     def __init__(self, request: DumpRequest, problems: Problems) -> None:
         self._request = request
         self._problems = problems
+        # Packed before anything is written, since `size_bytes` needs it.
         self._packed: Packed | None = problems.guard("window not recorded", lambda: pack(_window_of(request)))
         self.entries: dict[str, FileEntry] = {}
         self.tell: OnBytes = ignore_bytes
 
     @property
     def size_bytes(self) -> int:
-        """Roughly what `write` needs, own tensors aside."""
+        """Roughly the bytes that `write` needs, without own tensors."""
         history = sum(array.nbytes for array in self._request.history.values())
         return (tensor_bytes(self._packed.tensors.values()) if self._packed else 0) + history + RESERVE_BYTES
 
     def write(self, directory: Path, own: set[str] | None) -> None:
-        """Writes all but the list, the smallest and most telling first.
+        """Write all files but the list, the smallest and most informative first.
 
         Args:
             directory: exists and is empty.
-            own: names of the pieces that this rank keeps itself; None: all.
+            own: names of the shards that this rank keeps itself; None for all.
         """
         request, packed = self._request, self._packed
         self._write(directory, EVIDENCE, lambda: write_json(directory, EVIDENCE, self._evidence().to_dict()))
@@ -138,11 +148,12 @@ class RankFiles:
 
     def _write_window(self, directory: Path, packed: Packed) -> None:
         tensors, structure = f"{WINDOW}.safetensors", f"{WINDOW}.json"
+        # The structure refers to the tensors, so it is left out without them.
         if self._write(directory, tensors, lambda: write_tensors(directory, tensors, packed.tensors, tell=self.tell)):
             self._write(directory, structure, lambda: _write_structure(directory, structure, packed.structure))
 
     def write_own(self, directory: Path, shards: Iterable[TensorShard]) -> None:
-        """Writes ``own.safetensors``. Further chunks of one tensor are named ``name#1``, ``name#2``, ..."""
+        """Write ``own.safetensors``. Further chunks of one tensor are named ``name#1``, ``name#2``, ..."""
         tensors: dict[str, torch.Tensor] = {}
         offsets: dict[str, tuple[int, ...]] = {}
         numbers: dict[str, int] = {}
@@ -162,7 +173,7 @@ class RankFiles:
         return entry is not None
 
     def write_list(self, directory: Path) -> None:
-        """Writes ``files.json``, the last of the rank's files."""
+        """Write ``files.json``, the last of the rank's files, and sync the directory."""
         request = self._request
         listing = RankFileList(
             rank=request.rank,
@@ -178,7 +189,7 @@ class RankFiles:
 
 
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of dense tensors."""
+    """Total size in bytes of dense tensors."""
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
 
@@ -203,5 +214,5 @@ def _window_of(request: DumpRequest) -> dict[str, Any]:
 
 
 def _fields(value: MicroBatch | RandomState) -> dict[str, Any]:
-    """Not `dataclasses.asdict`, which copies every tensor."""
+    """The fields of a dataclass by name; `dataclasses.asdict` would copy every tensor."""
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}

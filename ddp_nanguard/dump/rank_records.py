@@ -1,4 +1,4 @@
-"""What one rank's files say in JSON, and what is said of whoever writes: `RankEvidence`, `RankFileList`, `Writer`."""
+"""Records in one rank's JSON files, and in ``writer.json`` and ``state.json``."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .typed_json import as_json, read_fields
 
 @dataclass(frozen=True)
 class Device:
-    """Where a rank computed.
+    """The device of a rank.
 
     Attributes:
         type: ``cpu``, ``cuda``, ...
         index: of a GPU on its host; None for others.
-        name: of a GPU, ``NVIDIA H200``; None for others.
-        uuid: of a GPU, by which the very device is found again; None for others.
+        name: of a GPU, such as ``NVIDIA H200``; None for others.
+        uuid: of a GPU, which identifies the device itself; None for others.
     """
 
     type: str
@@ -31,7 +31,7 @@ class Device:
 
 @dataclass(frozen=True)
 class CompiledLayers:
-    """Modules that code of torch.compile has to do with.
+    """Modules inside code of torch.compile.
 
     Attributes:
         traced: all of them.
@@ -44,7 +44,11 @@ class CompiledLayers:
 
 @dataclass(frozen=True)
 class InjectedFault:
-    """A fault that was planted on purpose, as `ddp_nanguard.testing.inject` takes it: its replay plants it again."""
+    """A fault injected on purpose by `ddp_nanguard.testing.inject`; a replay injects it again.
+
+    Attributes:
+        rank, step, phase, layer, kind, micro_batch: as `ddp_nanguard.testing.inject` takes them.
+    """
 
     rank: Rank
     step: Natural
@@ -56,29 +60,29 @@ class InjectedFault:
 
 @dataclass(frozen=True)
 class RankEvidence:
-    """``rank-*/evidence.json``: what one rank saw and had, beyond its batches and its weights.
+    """``rank-*/evidence.json``: what one rank observed and was configured with, without its batches and weights.
 
     Attributes:
         rank: global.
         step: of the fault.
         settings: of torch, on this rank.
-        host: its name.
+        host: name of its machine.
         device: where the rank computed.
-        sites: what was seen non-finite here, earliest first.
+        sites: non-finite values found on this rank, earliest first.
         budget_level: how finely modules were watched, 0 for all; an index into `ddp_nanguard.probes.budget`'s levels.
         compiled_layers: modules in compiled code.
-        known_nonfinite: layer, slot and kind of what was non-finite in clean steps too.
+        known_nonfinite: layer, slot and kind of values that were non-finite in clean steps too.
         reduced_micro_batches: micro-batches after which gradients were communicated.
-        hyper_parameters: this rank's numbers of the optimizers' groups, ``g0.lr``.
+        hyper_parameters: numbers of this rank's optimizer groups, under names such as ``g0.lr``.
         eval_modules: modules in evaluation mode.
         frozen_parameters: parameters that require no gradient.
         nonfinite_state: names of non-finite parameters, buffers and optimizer state.
-        unchecked: what was not looked at, in words.
-        injected: faults that were planted here.
-        dtypes: of the parameters.
+        unchecked: what was not inspected, in words.
+        injected: faults that were injected on this rank.
+        dtypes: of the parameters, by clean name.
         scaler: state of the GradScaler; None without one.
-        notes: what of the batches could not be kept as it was.
-        rerun: what the option ``rerun`` showed on this rank, for people; None without it.
+        notes: parts of the batches that could not be kept as they were.
+        rerun: result of the option ``rerun`` on this rank, for people; None without it.
     """
 
     rank: Rank
@@ -103,15 +107,15 @@ class RankEvidence:
     rerun: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready data."""
+        """All fields as JSON-ready data, the inverse of `from_dict`."""
         return {name: as_json(value) for name, value in vars(self).items()}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> RankEvidence:
-        """The inverse of `to_dict`.
+        """Read the record from parsed JSON, the inverse of `to_dict`.
 
         Raises:
-            ValueError: names the first field that is missing or does not fit, its value and what would.
+            ValueError: names the first field that is missing or does not fit, its value and the valid ones.
         """
         return cls(**read_fields(cls, data))
 
@@ -121,9 +125,9 @@ class StoredTensor:
     """A tensor in ``state/`` or ``own.safetensors``.
 
     Attributes:
-        dtype: as the model has it; exotic ones are stored as integers.
-        true_shape: as the model has it.
-        stored_shape: as it lies in the files, over all shards; FSDP1 stores flat parameters.
+        dtype: in the model; dtypes that safetensors lacks are stored as integers.
+        true_shape: in the model.
+        stored_shape: in the files, over all shards; FSDP1 stores flat parameters.
     """
 
     dtype: str
@@ -139,9 +143,9 @@ class RankFileList:
         rank: global.
         run_id: as in the manifest.
         shard_index, replica_index: ranks with equal shard_index hold the same bytes.
-        problems: what this rank could not write, one line per file.
-        files: that it wrote, those of ``state/`` included.
-        tensors: of which it holds a part, by name.
+        problems: files that this rank could not write, one line each.
+        files: files that it wrote, those of ``state/`` included.
+        tensors: tensors of which it holds a part, by name.
     """
 
     rank: Rank
@@ -153,24 +157,24 @@ class RankFileList:
     tensors: dict[str, StoredTensor]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready data."""
+        """All fields and the schema version as JSON-ready data, the inverse of `from_dict`."""
         return {"schema_version": SCHEMA_VERSION, **{name: as_json(value) for name, value in vars(self).items()}}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> RankFileList:
-        """The inverse of `to_dict`; see `RankEvidence.from_dict`."""
+        """Read the record from parsed JSON, the inverse of `to_dict`; errors as `RankEvidence.from_dict`."""
         return cls(**read_fields(cls, data))
 
 
 @dataclass(frozen=True)
 class Writer:
-    """``writer.json``: who began a dump directory.
+    """``writer.json``: the process that created a dump directory.
 
     Attributes:
         host: name of the machine.
         pid: of the process.
         time: in seconds since 1970.
-        nonce: by it ranks know the directory as that of their own dump.
+        nonce: the same on all ranks that write this dump; by it they recognise the directory as theirs.
     """
 
     host: str
@@ -181,7 +185,13 @@ class Writer:
 
 @dataclass(frozen=True)
 class InlineTensor:
-    """A small tensor within ``state.json``: its bytes in row-major order, in base64."""
+    """A small tensor within ``state.json``.
+
+    Attributes:
+        dtype: without ``torch.``.
+        shape: of the tensor.
+        base64: its bytes in row-major order.
+    """
 
     dtype: str
     shape: Shape
@@ -190,11 +200,11 @@ class InlineTensor:
 
 @dataclass(frozen=True)
 class PlainState:
-    """``state.json``: what of optimizers, scaler and registered objects is no tensor of ``state/``.
+    """``state.json``: the state of optimizers, scaler and registered objects that is not in ``state/``.
 
     Attributes:
-        structure: of `ddp_nanguard.dump.pack`.
-        tensors: the small ones in it.
+        structure: as `ddp_nanguard.dump.batch_codec.pack` gives it.
+        tensors: the small tensors in it.
         notes: what could not be kept as it was.
     """
 
@@ -203,16 +213,18 @@ class PlainState:
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready data; the structure is, to the letter."""
+        """All fields as JSON-ready data; the structure, which is JSON-ready already, unchanged."""
         return {"structure": self.structure, "tensors": as_json(self.tensors), "notes": as_json(self.notes)}
 
 
 @dataclass(frozen=True)
 class WindowContent:
-    """``rank-*/window.json``: structures of `ddp_nanguard.dump.pack`, whose tensors lie in ``window.safetensors``.
+    """``rank-*/window.json``: structures of `ddp_nanguard.dump.batch_codec.pack`.
+
+    Their tensors are in ``window.safetensors``.
 
     Attributes:
-        micro_batches: of the step, as `ddp_nanguard.window.MicroBatch` has them.
+        micro_batches: of the step, with the fields of `ddp_nanguard.capture.window.MicroBatch`.
         buffers: from before the step, by name.
         special: tensors that are not dense, by name.
     """
@@ -224,7 +236,7 @@ class WindowContent:
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """What every group of an optimizer has; its numbers are the optimizer's own.
+    """The part of an optimizer's parameter group that every optimizer has.
 
     Attributes:
         params: names of its parameters.
@@ -235,11 +247,11 @@ class ParameterGroup:
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What every optimizer of an unpacked ``state.json`` has, beside the name of its ``class``.
+    """The part of an optimizer in an unpacked ``state.json`` that every optimizer has, beside its ``class``.
 
     Attributes:
         groups: in the optimizer's order.
-        state: of each parameter what is no tensor.
+        state: per parameter, the state that is not a tensor.
     """
 
     groups: list[ParameterGroup]
@@ -248,7 +260,7 @@ class OptimizerState:
 
 @dataclass(frozen=True)
 class UnpackedState:
-    """What an unpacked ``state.json`` has.
+    """The fields of an unpacked ``state.json``.
 
     Attributes:
         optimizers: those of the guard, in its order.

@@ -1,4 +1,4 @@
-"""`open_dump`: a whole dump, checked, and its contents. Nothing of a dump is executed."""
+"""`open_dump`: opens a whole dump, checks it and reads its contents. Nothing in a dump is executed."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ from .verify import checked_manifest, require_one_dump, verify_file
 
 
 def open_dump(path: Paths, *, verify: bool = True) -> Dump:
-    """Opens a whole dump and checks it: schema, manifest, the files of every rank that is present, checksums.
+    """Open a whole dump and check it: schema, manifest, the files of every rank that is present, checksums.
 
     Args:
-        path: of the dump's directory, or several where nodes hold parts of it. A dump_dir that holds one dump will do.
+        path: the dump's directory, or several where nodes hold parts of it. A dump_dir that holds one dump will do.
         verify: whether the content of every file is checked, which reads them all.
 
     Raises:
-        DumpError: it is no dump, partial, of another version, or a file is missing or damaged.
+        DumpError: it is not a dump, partial, of another version, or a file is missing or damaged.
     """
     paths = [directory_of(part) for part in as_paths(path)]
     if not paths:
@@ -69,7 +69,7 @@ class Dump:
         paths: its directories.
         manifest: of the first directory.
         report: of the fault.
-        ranks: that are present.
+        ranks: ranks whose files are present, sorted.
     """
 
     def __init__(self, paths: list[Path], manifests: list[Manifest]) -> None:
@@ -77,6 +77,7 @@ class Dump:
         self.manifest = manifests[0]
         self.report = self.manifest.report
         self._manifests = manifests
+        # In reverse, so that the first directory given wins.
         self._rank_paths = {rank: path / rank_name(rank) for path in reversed(paths) for rank in ranks_in(path)}
         self.ranks = sorted(self._rank_paths)
         self._lists = {rank: self._list_of(rank) for rank in self.ranks}
@@ -85,26 +86,26 @@ class Dump:
 
     @property
     def path(self) -> Path:
-        """The first directory."""
+        """The first of the dump's directories."""
         return self.paths[0]
 
     @property
     def world_size(self) -> int:
-        """Ranks that stepped together."""
+        """The number of ranks that stepped together, present or not."""
         return self.report.world_size
 
     @property
     def size_bytes(self) -> int:
-        """Of all files in all directories."""
+        """Total size in bytes of all files in all directories."""
         return sum(place.size_of(path) for path in self.paths)
 
     @property
     def missing_ranks(self) -> list[int]:
-        """Ranks of which nothing is here."""
+        """Ranks of the world whose files are not present."""
         return [rank for rank in range(self.world_size) if rank not in self._rank_paths]
 
     def verify(self) -> None:
-        """Checks that every listed file is there, of the listed length and content.
+        """Check that every listed file exists and has the listed length and content. Reads all files.
 
         Raises:
             DumpError: names the file.
@@ -119,7 +120,7 @@ class Dump:
             for rank in self.ranks:
                 if self._rank_paths[rank].parent == path:
                     listed |= {entry.path: entry for entry in self._lists[rank].files}
-            # of a rank whose part was not copied here, who asks for it is told
+            # not those of a rank whose part was not copied here: asking for that rank raises
             yield from ((path, entry) for entry in listed.values() if not self._is_of_absent_rank(entry.path))
 
     def _is_of_absent_rank(self, path: str) -> bool:
@@ -152,32 +153,39 @@ class Dump:
         return path
 
     def evidence(self, rank: int) -> RankEvidence:
-        """What a rank saw: sites, host, device, dtypes, settings."""
+        """The record of what a rank observed: sites, host, device, dtypes, settings.
+
+        Raises:
+            DumpError: it is missing or damaged, as for every file of a rank.
+        """
         self._rank_file(rank, EVIDENCE)
         return read_record(self._rank(rank), EVIDENCE, RankEvidence)
 
     def history(self, rank: int) -> dict[str, np.ndarray[Any, Any]]:
-        """Minima and maxima per slot of a rank's last steps."""
+        """Minima and maxima per slot of a rank's last steps, and their loss and gradient norm; arrays by name."""
         self._rank_file(rank, HISTORY)
         return read_arrays(self._rank(rank), HISTORY)
 
     def window(self, rank: int, types: Types | None = None, device: torch.device | None = None) -> list[MicroBatch]:
-        """A rank's micro-batches.
+        """A rank's micro-batches, unpacked anew at each call.
 
         Args:
-            rank: whose.
+            rank: the rank.
             types: builders of batch classes, see `unpack`.
-            device: where tensors go that were on an accelerator; None: the CPU.
+            device: where tensors go that were on an accelerator; None for the CPU.
+
+        Raises:
+            DumpError: the files are missing or damaged, or a builder refuses its fields.
         """
         items = self._window(rank, "micro_batches", types, device)
         return record_of(self._rank(rank) / f"{WINDOW}.json", items, list[MicroBatch], "micro_batches")
 
     def buffers(self, rank: int) -> dict[str, torch.Tensor]:
-        """A rank's buffers from before the step, on the CPU."""
+        """A rank's buffers from before the step, on the CPU, by name."""
         return self._named_tensors(rank, "buffers")
 
     def special(self, rank: int) -> dict[str, torch.Tensor]:
-        """A rank's tensors that are not dense, on the CPU."""
+        """A rank's tensors that are not dense, on the CPU, by stored name."""
         return self._named_tensors(rank, "special")
 
     def _named_tensors(self, rank: int, key: str) -> dict[str, torch.Tensor]:
@@ -192,19 +200,24 @@ class Dump:
             return unpack(structure, read_tensors(tensors, _keys_in(structure)), types, device, key)
 
     def plain_state(self) -> dict[str, Any]:
-        """Everything of the optimizer, scheduler and scaler that is no tensor."""
+        """State of optimizers, scaler and registered objects that is not in ``state/``; see `UnpackedState`."""
         return read_plain_state(self.path)
 
     # weights and optimizer
 
     def described(self, rank: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """True shape and dtype of every stored tensor, as a rank has it where ranks differ."""
+        """True shape and dtype of every stored tensor, by name; those of ``rank`` where ranks differ."""
         self._rank(rank)
         return self._tensors.described(rank)
 
     @contextlib.contextmanager
     def telling(self, rank: int, speaks: bool = True) -> Iterator[None]:
-        """A person who waits for `load_state` is told how far it is."""
+        """Report the progress of `load_state` on stderr while the context is active.
+
+        Args:
+            rank: the rank whose tensors are loaded, for their total size.
+            speaks: whether this process reports.
+        """
         total = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.described(rank).values())
         with Progress(f"loading {self.path.name}", total, speaks) as progress:
             self._tell = progress.tell
@@ -218,11 +231,12 @@ class Dump:
         return self._tensors.names()
 
     def load_state(self, names: Iterable[str] | None = None, rank: int | None = None) -> dict[str, torch.Tensor]:
-        """Whole tensors, put together from all shards.
+        """Whole tensors, assembled from all shards.
 
         Args:
-            names: which, aliases included; None: all, aliases included.
-            rank: whose own copies (damaged, or different from its peers') are laid over; None: none.
+            names: of the tensors, aliases included; None for all, aliases included.
+            rank: a rank whose own copies (non-finite, or different from its peers') replace the common ones; None for
+                none.
 
         Returns:
             CPU tensors in their true shapes; names that are aliases of each other give one object.
@@ -245,11 +259,14 @@ class Dump:
         return stored + [alias for alias, kept in aliases.items() if kept in known]  # others are buffers
 
     def load_into(self, state: Mapping[str, torch.Tensor], rank: int | None = None) -> None:
-        """Copies stored values into tensors, DTensors included, reading one tensor at a time.
+        """Copy stored values into tensors, DTensors included, reading one tensor at a time.
 
         Args:
             state: tensors of the true (global) shapes by name, aliases included, on any device.
             rank: as in `load_state`.
+
+        Raises:
+            DumpError: a name is unknown, a shape differs, or shards are missing.
         """
         aliases = self.manifest.aliases
         for name, target in state.items():
@@ -278,7 +295,7 @@ def _copy_into(target: torch.Tensor, whole: torch.Tensor) -> None:
 
 
 def _keys_in(structure: Any) -> set[str]:
-    """Tensors that a packed structure needs, so that a large window is not read for a few buffers."""
+    """Keys of the tensors that a packed structure needs, so that a large window is not read for a few buffers."""
     if isinstance(structure, list):
         return {key for item in structure for key in _keys_in(item)}
     if isinstance(structure, dict):

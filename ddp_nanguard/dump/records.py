@@ -1,8 +1,8 @@
-"""`Manifest`: what a dump says of itself in ``manifest.json``, and the version of its form.
+"""`Manifest`: the record in ``manifest.json``, and the version of the dump format.
 
-A record is read whole or not at all: every field must be there and fit its type and the `Rule` beside it. Whoever adds,
-renames or drops a field of a record, of a report or of the options raises `SCHEMA_VERSION`, and makes
-``tests/golden`` again.
+A record is read completely or not at all: every field must be present and fit its type and the `Rule` beside it.
+Adding, renaming or dropping a field of a record, of a report or of the options needs a new `SCHEMA_VERSION` and a new
+dump in ``tests/golden``.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from .json_files import AGAIN, MAX_JSON_BYTES, read_json
 from .typed_json import MisfitError, as_json, read_as, read_fields
 
 SCHEMA_VERSION = 2
-"""Of the files of a dump. 1: before any release, with records that nobody checked."""
+"""Version of the files of a dump. Version 1, before any release, had records that were not checked."""
 
 MAX_THREADS = 4096
-"""Beyond the cores of any machine; torch would start as many threads as a file asks for."""
+"""More than the cores of any machine. Without a bound torch would start as many threads as a forged file names."""
 
 NumThreads = Annotated[
     int, Rule(lambda count: 1 <= count <= MAX_THREADS, f"a number of threads from 1 to {MAX_THREADS}")
 ]
 
 Line = Annotated[str, Rule(lambda text: len(text.splitlines()) <= 1, "one line of text")]
-"""For what errors repeat, which are one line themselves."""
+"""A text that error messages repeat, which are one line themselves."""
 
 _R = TypeVar("_R")
 
 
 @dataclass(frozen=True)
 class TensorShape:
-    """A parameter or a piece of optimizer state, as the model has it.
+    """Shape and dtype of a parameter or an optimizer state tensor in the model.
 
     Attributes:
         shape: of the whole tensor, over all shards.
@@ -52,7 +52,7 @@ class TensorShape:
 
 @dataclass(frozen=True)
 class Weights:
-    """Whether the weights are there.
+    """Whether the dump holds the weights.
 
     Attributes:
         complete: all ranks together have written all of ``state/``.
@@ -65,10 +65,10 @@ class Weights:
 
 @dataclass(frozen=True)
 class Run:
-    """The run that left the dump.
+    """The run that wrote the dump.
 
     Attributes:
-        id: the same on all ranks of a run and in no other; by it parts of a dump on several nodes find each other.
+        id: the same on all ranks of a run and on no others; it identifies parts of one dump on several nodes.
         argv: its command line.
         recipe_directory: where the module of the recipe lay; None without a recipe.
     """
@@ -80,7 +80,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of torch that decide bits, as `torch.get_num_threads` and its like give them."""
+    """Settings of torch that decide bits, as `torch.get_num_threads` and similar functions return them."""
 
     num_threads: NumThreads
     num_interop_threads: NumThreads
@@ -94,12 +94,12 @@ class Settings:
 
 @dataclass(frozen=True)
 class WrapperDescription:
-    """What `Wrapper.describe` said, from which `wrap_like` wraps an equal module again.
+    """The result of `Wrapper.describe`, from which `wrap_like` wraps an equal module again.
 
     Attributes:
         kind: of the wrapper.
         compiled: whether any part of the model was compiled by torch.compile.
-        details: all of it, with what only this kind of wrapper has.
+        details: all of it, including the fields that only this kind of wrapper has.
     """
 
     kind: Literal["plain", "ddp", "fsdp1", "fsdp2"]
@@ -110,35 +110,35 @@ class WrapperDescription:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> WrapperDescription:
-        """From what `Wrapper.describe` gives."""
+        """Make the record from the result of `Wrapper.describe`."""
         return cls(data["kind"], data["compiled"], data)
 
     def to_dict(self) -> dict[str, Any]:
-        """The inverse of `from_dict`."""
+        """The result of `Wrapper.describe`, the inverse of `from_dict`."""
         return self.details
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """``manifest.json``: the fault, and all that is needed to know what the dump holds and how to run it again.
+    """``manifest.json``: the fault, the contents of the dump, and what is needed to run the step again.
 
     Attributes:
-        report: of the fault; its fields stand beside the others in the JSON.
-        created: when, ISO 8601 with the offset from UTC.
-        run: that left the dump.
+        report: of the fault; its fields are beside the others in the JSON.
+        created: ISO 8601 with the offset from UTC.
+        run: the run that wrote the dump.
         wrapper_description: how the model was wrapped.
         options: of the guard.
         recipe: ``module:function`` of the user; None where none was given.
         versions: of ``ddp_nanguard``, ``torch``, ``numpy``, ``python``, ``platform``, ``cuda``; and the ``byteorder``.
         settings: of torch, on the rank that wrote the manifest.
         aliases: further names of tied tensors, each with the name under which it is stored.
-        shapes: of all weights and optimizer tensors, by stored name, also of those that this rank has no part of.
-        ranks_present: whose files lay in this directory when it was written.
+        shapes: of all weights and optimizer tensors, by stored name, also of those of which this rank holds no part.
+        ranks_present: ranks whose files were in this directory when the manifest was written.
         alone: the ranks wrote without each other, each its own weights.
-        weights: whether they are there.
-        problems: what could not be written, one line each.
-        replicas_disagree: ``rank 1: model.w`` for replicated tensors that are not replica 0's.
-        size_bytes: of the listed files.
+        weights: whether the dump holds them.
+        problems: files that could not be written, one line each.
+        replicas_disagree: ``rank 1: model.w`` for replicated tensors that differ from replica 0's.
+        size_bytes: total of the listed files.
         files: all but the manifest, each with its length and digest.
     """
 
@@ -174,20 +174,20 @@ class Manifest:
 
     @property
     def weights_problem(self) -> str | None:
-        """Why weights are missing."""
+        """Why the weights are missing or incomplete; None where they are complete."""
         return self.weights.problem
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready data."""
+        """All fields and the schema version as JSON-ready data; the report's fields beside the others."""
         own = {field.name: as_json(getattr(self, field.name)) for field in dataclasses.fields(self)}
         return {"schema_version": SCHEMA_VERSION, **own.pop("report"), **own}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Manifest:
-        """The inverse of `to_dict`, for the present version.
+        """Read the manifest of the present version from parsed JSON, the inverse of `to_dict`.
 
         Raises:
-            ValueError: names the first field that is missing or does not fit, its value and what would.
+            ValueError: names the first field that is missing or does not fit, its value and the valid ones.
         """
         report: FaultReport = read_as(FaultReport, data)
         manifest = cls(report=report, **read_fields(cls, data))
@@ -217,13 +217,13 @@ def _check_options(options: GuardConfig) -> None:
 
 
 def read_record(root: Path, path: str, kind: type[_R], max_bytes: int = MAX_JSON_BYTES) -> _R:
-    """A record from a JSON file of a dump.
+    """Read a record from a JSON file of a dump.
 
     Args:
         root: the dump, or a rank's directory.
         path: of the file in it.
         kind: dataclass of the record.
-        max_bytes: longer files are refused unread.
+        max_bytes: longer files are refused without being read.
 
     Raises:
         DumpError: names the file, the field, its value and what is valid.
@@ -239,7 +239,17 @@ def read_versioned(root: Path, path: str, kind: type[_R], max_bytes: int = MAX_J
 
 
 def record_of(file: Path, value: Any, kind: type[_R], path: str = "") -> _R:
-    """A record from what a file held at a path of keys, as `read_record`."""
+    """Make a record of data that was read from a file.
+
+    Args:
+        file: where the data is from, for errors.
+        value: the parsed data.
+        kind: dataclass of the record, or any type that `typed_json.read_as` takes.
+        path: keys that lead to the data within the file, for errors.
+
+    Raises:
+        DumpError: names the file, the field, its value and what is valid.
+    """
     try:
         from_dict = getattr(kind, "from_dict", None)
         record: _R = read_as(kind, value, path) if from_dict is None else from_dict(value)

@@ -1,4 +1,4 @@
-"""What a rank wants dumped, and what became of it."""
+"""`DumpRequest`, the input of `write_dump` on one rank, and `DumpResult`, its result."""
 
 from __future__ import annotations
 
@@ -19,34 +19,35 @@ from .records import TensorShape, WrapperDescription
 
 
 def no_plain_state() -> dict[str, Any]:
-    """Of a step without optimizer, scaler and registered objects."""
+    """The plain state of a step without optimizer, scaler and registered objects."""
     return {"optimizers": [], "scaler": None, "registered": {}}
 
 
 @dataclass
 class DumpRequest:
-    """What one rank wants dumped.
+    """Everything that one rank contributes to a dump.
 
     Attributes:
         report: of the fault, the same on every rank.
         rank, world_size: global.
         group: a gloo group of all ranks; None where no peer can be reached, or for a world of one.
         config: for ``dump_dir`` and ``dump_keep``.
-        evidence: what this rank saw and had.
-        wrapper: what `Wrapper.describe` says.
-        state: weights (``model.<fqn>``) and optimizer tensors (``optim.<i>.<fqn>.<key>``).
+        evidence: what this rank observed.
+        wrapper: the result of `Wrapper.describe`.
+        state: shards of weights (``model.<fqn>``) and optimizer tensors (``optim.<i>.<fqn>.<key>``).
         shapes: of all tensors, also those of which this rank holds nothing.
         aliases: further name -> name in ``state`` of tied tensors.
-        plain_state: everything of ``optimizers``, ``scaler`` and ``registered`` objects that is no tensor; see
+        plain_state: the state of ``optimizers``, ``scaler`` and ``registered`` objects that is not in ``state``; see
             `UnpackedState`. Any values that `pack` takes.
         special: non-dense tensors of this rank.
         shard_index, num_shards, replica_index: ranks with equal shard_index should hold the same bytes.
         window: the micro-batches of the step.
         buffers: from before the step.
-        history: last steps' minima and maxima per slot, loss, gradient norm.
-        recipe: ``module:function``.
+        history: minima and maxima per slot, loss and gradient norm of the last steps.
+        recipe: ``module:function``; None without one.
         damaged: names in ``state`` that are non-finite; of replicated ones each rank keeps its own copy.
-        run_id: the same on all ranks of a run and in no other run; by it ranks that cannot talk find their directory.
+        run_id: the same on all ranks of a run and on no others; by it ranks that cannot communicate find their
+            directory.
         argv: command line of the run.
         recipe_directory: where the module of the recipe lies; None without a recipe.
     """
@@ -78,13 +79,14 @@ class DumpRequest:
 
 @dataclass
 class DumpResult:
-    """What became of a dump; the same on every rank that could be reached.
+    """The result of writing a dump; the same on every rank that could be reached.
 
     Attributes:
         path: of the directory, None if there is none.
-        size_bytes: of all its files.
+        size_bytes: total of all its files.
         problems: one line each; empty when everything was written.
-        replicas_disagree: ``rank 1: model.w`` for replicated tensors that are not replica 0's, the first of them.
+        replicas_disagree: ``rank 1: model.w`` for replicated tensors that differ from replica 0's; only the first of
+            them.
     """
 
     path: str | None

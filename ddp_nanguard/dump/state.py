@@ -1,7 +1,7 @@
 """The directory ``state/``: weights and optimizer tensors, planned by torch.distributed.checkpoint.
 
-It decides which rank writes which of the replicated tensors. The files are its own, too, as its safetensors writer
-makes them, but written block by block by several threads: that writer copies each file twice in memory and leaves the
+Torch decides which rank writes which of the replicated tensors. The files are those of its safetensors writer, but they
+are written here, block by block and by several threads: torch's writer copies each file twice in memory and leaves the
 checksums to be read back.
 """
 
@@ -30,7 +30,7 @@ from .thread_map import thread_map
 
 
 def chunks_of(shards: Iterable[TensorShard]) -> Iterator[TensorShard]:
-    """Pieces as they are stored: in dtypes that safetensors takes, cut to at most `COPY_BYTES`, without empty shards.
+    """Shards as they are stored: in dtypes that safetensors takes, cut to at most `COPY_BYTES`, without empty ones.
 
     A tensor that is empty as a whole stays, so that its name and dtype are kept.
     """
@@ -49,14 +49,14 @@ def save_state(
     group: dist.ProcessGroup | None,
     tell: OnBytes = ignore_bytes,
 ) -> list[FileEntry]:
-    """Writes the pieces of all ranks; of replicated ones the copy of the lowest rank.
+    """Write the shards of all ranks; of replicated ones the copy of the lowest rank.
 
     Args:
         shards: of this rank.
-        dump: the dump's directory; None on a rank that can write nothing, which is an error only if it would have to.
+        dump: the dump's directory; None on a rank that cannot write, which is an error only if it would have to.
         rank: global rank, for the file names.
         group: None for a process without peers.
-        tell: of what this rank writes.
+        tell: called with the number of bytes that this rank writes.
 
     Returns:
         The files that this rank has written.
@@ -76,7 +76,7 @@ def save_state(
 
 
 class _ShardPlanner(DefaultSavePlanner):
-    """Plans from pieces instead of a state dict, so that no DTensor and no gathered tensor is needed."""
+    """Plans from shards instead of a state dict, so that no DTensor and no gathered tensor is needed."""
 
     def __init__(self, shards: Iterable[TensorShard]) -> None:
         super().__init__(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
@@ -154,6 +154,7 @@ def _bounded_files(items: Iterable[WriteItem]) -> list[list[WriteItem]]:
     size_bytes = 0
     for item in items:
         item_bytes = _size_bytes(item)
+        # Chunks of one tensor share a name, and a safetensors file holds each name once.
         if not files or size_bytes + item_bytes > COPY_BYTES or item.index.fqn in names:
             files.append([])
             names, size_bytes = set(), 0

@@ -1,4 +1,4 @@
-"""`StoredTensors`: weights and optimizer state of a dump, put together from the files in which their parts lie."""
+"""`StoredTensors`: assembles weights and optimizer state of a dump from the files that hold their parts."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from .rank_records import RankFileList, StoredTensor
 from .records import Manifest
 
 OPEN_FILES = 16
-"""Files of tensors that a dump keeps open, since opening one parses its whole header."""
+"""Number of safetensors files that are kept open, since opening one parses its whole header."""
 
 
 class StoredTensors:
-    """The tensors of a dump, by name. Files are opened when the first of their tensors is asked for.
+    """The tensors of a dump, by name. A file is opened when the first of its tensors is loaded.
 
     Args:
         paths: directories of the dump.
-        rank_paths: those of the ranks that are here.
-        lists: of each of these ranks.
+        rank_paths: directories of the ranks that are present.
+        lists: file lists of these ranks.
         manifest: of the dump.
     """
 
@@ -45,16 +45,16 @@ class StoredTensors:
 
     @property
     def _missing(self) -> str:
-        """The ranks of which nothing is here, in words; empty where none is missing."""
+        """The absent ranks in words, such as "0-3, 6"; "" where none is missing."""
         absent = [rank for rank in range(self._manifest.report.world_size) if rank not in self._rank_paths]
         return ranges_text(absent) if absent else ""
 
     def names(self) -> list[str]:
-        """Of all stored tensors, without aliases."""
+        """Names of all stored tensors, sorted, without aliases."""
         return sorted({name for listing in self._lists.values() for name in listing.tensors})
 
     def described(self, rank: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """True shape and dtype of every stored tensor, as a rank has it where ranks differ."""
+        """True shape and dtype of every stored tensor, by name; those of ``rank`` where ranks differ."""
         if rank not in self._described:
             listings = [*self._lists.values(), self._lists[rank]]
             entries = {name: entry for listing in listings for name, entry in listing.tensors.items()}
@@ -66,8 +66,8 @@ class StoredTensors:
 
         Args:
             name: as stored.
-            rank: whose own copies are laid over; None: none.
-            tell: of the bytes that are read.
+            rank: a rank whose own copies replace the common ones; None for none.
+            tell: called with the number of bytes read.
 
         Raises:
             DumpError: the name is unknown, shards of it are missing, or a part does not fit.
@@ -82,6 +82,7 @@ class StoredTensors:
             return restored(tensor, dtype).reshape(entry.true_shape)
 
     def _put_together(self, chunks: list[_Chunk], shape: tuple[int, ...], tell: OnBytes) -> torch.Tensor:
+        # Allocated with the first part, whose stored dtype may be the integer that stands for another dtype.
         tensor: torch.Tensor | None = None
         for chunk in chunks:
             if not chunk.is_within(shape):
@@ -106,7 +107,7 @@ class StoredTensors:
         )
 
     def _base_chunks(self, name: str, shape: tuple[int, ...]) -> list[_Chunk]:
-        """What all ranks wrote together; else what each kept for itself, the lowest rank's first."""
+        """Chunks that all ranks wrote together, else those that each rank kept for itself, the lowest rank's first."""
         if self._chunks is None:
             self._chunks = self._all_chunks()
         chunks = self._chunks.get(name, [])
@@ -126,6 +127,7 @@ class StoredTensors:
         if self._manifest.alone or not self._manifest.weights.complete:
             own = (self._own_chunks(rank) for rank in self._lists)
             chunks += [chunk for by_name in own for named in by_name.values() for chunk in named]
+        # Ranks without peers each write the replicated tensors; the first copy of a chunk is taken.
         by_name: dict[str, dict[tuple[int, ...], _Chunk]] = {}
         for chunk in chunks:
             by_name.setdefault(chunk.name, {}).setdefault(chunk.offsets, chunk)
@@ -143,7 +145,15 @@ class StoredTensors:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A part of a stored tensor in a file."""
+    """A part of a stored tensor in a file.
+
+    Attributes:
+        name: of the stored tensor.
+        file: the safetensors file.
+        key: of the part in that file.
+        shape: of the part.
+        offsets: its position in the stored tensor.
+    """
 
     name: str
     file: Path
@@ -156,7 +166,7 @@ class _Chunk:
         return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.shape, strict=True))
 
     def is_within(self, shape: tuple[int, ...]) -> bool:
-        """Whether the part lies in a tensor of this shape."""
+        """Whether the part fits into a tensor of this shape."""
         places = zip(self.offsets, self.shape, shape, strict=False)
         alike = len(self.offsets) == len(self.shape) == len(shape)
         return alike and all(type(first) is int and 0 <= first <= whole - size for first, size, whole in places)
@@ -178,7 +188,7 @@ def _chunks_in(path: Path) -> list[_Chunk]:
 
 
 def _name_of(key: str) -> str:
-    """``own.safetensors`` numbers further chunks of a tensor: ``model.w#1``."""
+    """The tensor's name in a key of ``own.safetensors``, which numbers further chunks: ``model.w#1``."""
     name, mark, number = key.rpartition("#")
     return name if mark and number.isdigit() else key
 
@@ -188,7 +198,7 @@ def _covers(chunks: list[_Chunk], shape: tuple[int, ...]) -> bool:
 
 
 def ranges_text(ranks: list[int]) -> str:
-    """``0-3, 6``."""
+    """Sorted ranks as ranges, such as "0-3, 6"; "none" for an empty list."""
     groups: list[list[int]] = []
     for rank in ranks:
         if groups and rank == groups[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""A few threads for files: hashing, writing and syncing let go of the interpreter."""
+"""A few threads for files: hashing, writing and syncing release the interpreter lock."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ NUM_THREADS = 4
 
 
 def thread_map(act: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """The results, in the order of the items; the first error in that order is raised, and what has not begun is left.
+    """Apply ``act`` to each item in a few threads and return the results in the order of the items.
 
-    Host sync: what ``act`` does.
+    The first error in that order is raised, and items that have not begun are left out. Items for which no thread can
+    be started are processed by the calling thread.
+
+    Host sync: that of ``act``.
     """
     todo = list(items)
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="ddp-nanguard-files") as pool:
@@ -30,11 +33,12 @@ def thread_map(act: Callable[[T], R], items: Iterable[T]) -> list[R]:
 
 
 def _submitted(pool: ThreadPoolExecutor, act: Callable[[T], R], items: list[T]) -> list[Future[R]]:
-    """One future per item; fewer where no thread can be started, as when the interpreter ends."""
+    """One future per item; fewer where no thread can be started, as when the interpreter shuts down."""
     futures: list[Future[R]] = []
     try:
         for item in items:
             futures.append(pool.submit(act, item))
+    # An interpreter that shuts down starts no threads; futures that were submitted may never run.
     except RuntimeError:
         pool.shutdown(cancel_futures=True)
         return list(itertools.takewhile(lambda each: not each.cancelled(), futures))

@@ -1,6 +1,6 @@
-"""JSON as the types that a dataclass declares: the declaration is the check, and no list of fields is written twice.
+"""Reads JSON as the types that a dataclass declares, so that the declaration is the only list of its fields.
 
-`read_as` reads a value as a type, `as_json` is its inverse. Beyond the type holds what a `Rule` beside it says.
+`read_as` reads a value as a type, `as_json` is its inverse. A `Rule` beside a type restricts its values further.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _VALID: dict[Any, str] = {
 
 
 class MisfitError(ValueError):
-    """A value that is not what its place takes.
+    """A value that does not fit its type or rule.
 
     Attributes:
-        path: of keys to it, ``origin.evidence.shape[1]``; empty for the whole.
+        path: keys that lead to it, as in ``origin.evidence.shape[1]``; "" for the whole.
         found: the value, shortened, or "missing".
-        valid: what would be; None where the value is missing.
+        valid: a description of valid values; None where the value is missing.
     """
 
     def __init__(self, path: str, found: str, valid: str | None) -> None:
@@ -46,7 +46,12 @@ class MisfitError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-    """How many ranks, and the first of them: the JSON of two fields of a report."""
+    """The JSON of two fields of a report: a number of ranks, and the first of them.
+
+    Attributes:
+        count: number of ranks.
+        first: the first of them; the report keeps a bounded number.
+    """
 
     count: Natural
     first: tuple[Rank, ...]
@@ -57,13 +62,18 @@ _FORMS: dict[Any, dict[str, Any]] = {
     SecondRun: {"ranks": dict[str, Counted]},
     FaultReport: {"num_ranks_affected": None, "ranks_affected": Counted},
 }
-"""Fields whose JSON is of another type than they are; None: it is not in the JSON."""
+"""Fields whose JSON has another type than the field itself; None for a field that is not in the JSON."""
 
 
 def read_as(kind: Any, value: Any, path: str = "") -> Any:
     """``value`` as a ``kind``: a dataclass, an enum, a plain type, any class, or unions and containers of these.
 
     A number may be written as "nan", "inf" or "-inf". A dataclass with a ``from_dict`` is made by it.
+
+    Args:
+        kind: the type.
+        value: parsed JSON.
+        path: keys that lead to the value, for errors.
 
     Raises:
         MisfitError: names the first value that does not fit.
@@ -77,7 +87,12 @@ def read_as(kind: Any, value: Any, path: str = "") -> Any:
 
 
 def read_fields(kind: Any, value: Any, path: str = "") -> dict[str, Any]:
-    """The fields of a dataclass, read from an object; all must be there, further keys do not matter.
+    """The fields of a dataclass, read from an object. All must be present; further keys are ignored.
+
+    Args:
+        kind: the dataclass.
+        value: parsed JSON.
+        path: keys that lead to the value, for errors.
 
     Raises:
         MisfitError: names the first field that is missing or does not fit.
@@ -101,7 +116,7 @@ def fields_in_json(kind: Any) -> dict[str, Any]:
 
 
 def as_json(value: Any) -> Any:
-    """Plain data for strict JSON, the inverse of `read_as`. What has a ``to_dict`` is asked for it."""
+    """Plain data for strict JSON, the inverse of `read_as`. An object with a ``to_dict`` is converted by it."""
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, str):
@@ -151,6 +166,7 @@ def _either(kind: Any, value: Any, path: str) -> Any:
             return read_as(choice, value, path)
         except MisfitError as misfit:
             misfits.append(misfit)
+    # The choice that was read furthest is the one that was meant; its error says more than a list of all choices.
     deepest = max(misfits, key=lambda misfit: len(misfit.path))
     if deepest.path != path:
         raise deepest
@@ -207,7 +223,7 @@ def _plain(kind: Any, value: Any, path: str) -> Any:
 
 
 def _is_printable(text: str) -> bool:
-    """Whether it can be encoded: half of a surrogate pair cannot, and `as_json` writes none."""
+    """Whether a text can be encoded: half of a surrogate pair cannot, and `as_json` writes none."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -216,6 +232,7 @@ def _is_printable(text: str) -> bool:
 
 
 def _fits_float(value: Any) -> bool:
+    # A larger integer may overflow float().
     return type(value) is float or (type(value) is int and abs(value) <= 2**1000)
 
 

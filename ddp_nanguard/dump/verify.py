@@ -1,4 +1,4 @@
-"""Is a dump whole, of this version, and as it was written?"""
+"""Checks that a dump is whole, of this version, and unchanged since it was written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def checked_manifest(path: Path) -> Manifest:
     """The manifest of a whole dump.
 
     Raises:
-        DumpError: it is partial, of another version or damaged.
+        DumpError: the dump is partial, of another version or damaged.
     """
     if not place.is_whole(path):
         evidence = next(iter(sorted(path.glob(f"rank-*/{EVIDENCE}"))), None)
@@ -29,10 +29,10 @@ def checked_manifest(path: Path) -> Manifest:
 
 
 def require_one_dump(paths: list[Path], manifests: list[Manifest]) -> None:
-    """Directories must be parts of one dump.
+    """Check that directories hold parts of one dump: same run, step, world size and origin.
 
     Raises:
-        DumpError: names two that are not, and what differs.
+        DumpError: names two that do not, and what differs.
     """
     first = manifests[0]
     for path, manifest in zip(paths[1:], manifests[1:], strict=True):
@@ -46,12 +46,18 @@ def require_one_dump(paths: list[Path], manifests: list[Manifest]) -> None:
 
 
 def verify_file(root: Path, entry: FileEntry, tell: OnBytes) -> None:
-    """A listed file must be there, of the listed length and content.
+    """Check that a listed file exists and has the listed length and content.
+
+    Args:
+        root: the dump.
+        entry: as listed.
+        tell: called with the number of bytes read.
 
     Raises:
-        DumpError: names it.
+        DumpError: names the file.
     """
     path = root / entry.path
+    # A forged manifest must not make the reader open other files.
     if root.resolve() not in path.resolve().parents:
         raise DumpError(f"{root / MANIFEST} lists {entry.path!r}, which is outside the dump; do not use it")
     if not path.is_file():

@@ -1,3 +1,3 @@
-"""Replay of a dumped step: on as many ranks as before, or the culprit alone in one process."""
+"""Replays a dumped step: on as many ranks as in training, or the rank where the fault began alone in one process."""
 
 __frame_role__ = "starts step"  # see `hooks.frames`

@@ -1,4 +1,4 @@
-"""What a replay showed: same, elsewhere, not reproduced, or cannot; and up to where the bits agree."""
+"""Compares a replay with the record: same, elsewhere, not reproduced, or cannot; and up to where the bits agree."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .run_step import StepResult
 
 
 class Outcome(enum.StrEnum):
-    """Result of a replay; see `EXIT_CODES`."""
+    """Result of a replay; `EXIT_CODES` maps it to the exit code of ``ddp-nanguard replay``."""
 
     SAME = "same"
     ELSEWHERE = "elsewhere"
@@ -32,23 +32,26 @@ class Outcome(enum.StrEnum):
     CANNOT = "cannot"
 
 
+# 1 is Python's own code for an exception, 2 is wrong usage.
 EXIT_CODES = {Outcome.SAME: 0, Outcome.ELSEWHERE: 3, Outcome.NOT_REPRODUCED: 4, Outcome.CANNOT: 5}
 
 
 @dataclass
 class Result:
-    """The outcome for one rank, and the reasons.
+    """The outcome for one rank, and what it rests on.
 
     Attributes:
-        rank: whose step was run.
+        rank: the rank whose step was run.
         outcome: ``same`` means the same site and the same bits in every recorded slot and loss that can be compared.
-        recorded, replayed: the rank's first site then and now, None where it had none.
+        recorded, replayed: the rank's first site in training and in the replay, None where there was none.
         num_slots, num_same: recorded slots that were compared, and those with the same bits.
         first_difference: label of the first slot that differs.
-        last_same: label of the last one before it.
-        factor: said where all gradients differ by one factor.
-        losses: per watched loss whether its bits are the same.
-        differs: what else is not as recorded: device, versions, settings.
+        last_same: label of the last slot before it.
+        factor: a sentence, where all gradients differ by one factor.
+        losses: per watched loss, whether its bits are the same.
+        loss_values: per watched loss, its values in training and in the replay, for people.
+        differs: what else differs from the record: device, versions, settings.
+        notes: what could not be compared or restored.
         reason: one sentence.
     """
 
@@ -68,7 +71,7 @@ class Result:
     reason: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready data."""
+        """The result as JSON-ready data; sites as `Site.to_dict`."""
         return {
             "rank": self.rank,
             "outcome": str(self.outcome),
@@ -84,12 +87,17 @@ class Result:
 
 
 def not_replayable(rank: int, recorded: Site | None, reason: str) -> Result:
-    """The dump does not hold what this replay would need."""
+    """The result of a rank whose step is not run, because the dump does not hold what the replay needs."""
     return Result(rank, Outcome.CANNOT, recorded=recorded, reason=reason)
 
 
 def why_not_replayable(dump: Dump, alone: bool) -> str | None:
-    """Why this replay cannot answer, and what would be needed; None if it can."""
+    """Why this replay cannot give an answer, and what would be needed; None if it can.
+
+    Args:
+        dump: the dump.
+        alone: whether one process stands for its rank, without peers.
+    """
     origin = dump.report.origin
     if origin is None:
         return "the fault has no origin that a step could reproduce"
@@ -109,7 +117,7 @@ def why_not_replayable(dump: Dump, alone: bool) -> str | None:
 
 
 def _is_rebuilt(dump: Dump, name: str) -> bool:
-    """Whether a piece of state is a parameter, a buffer or optimizer state that a replay puts together again."""
+    """Whether a state tensor is a parameter, a buffer or optimizer state, which a replay rebuilds."""
     known = {full.partition(".")[2] for full in (*dump.names(), *dump.manifest.shapes) if full.startswith("model.")}
     known |= {full.split(".", 2)[2] for full in dump.names() if full.startswith("optim.")}
     known |= set(dump.manifest.aliases) | set(dump.buffers(dump.ranks[0]))
@@ -126,7 +134,16 @@ EAGER_NOW = "compiled by torch.compile then, eager now"
 def compare(
     dump: Dump, rank: int, recorded: list[MicroBatch], again: StepResult, alone: bool, compiled: bool = True
 ) -> Result:
-    """The outcome of one rank's rerun; ``compiled``: whether its model is, if that of training was."""
+    """Compare one rank's step with the record.
+
+    Args:
+        dump: the dump.
+        rank: the rank whose step was run.
+        recorded: its micro-batches, with the losses of training.
+        again: what the step gave in the replay.
+        alone: whether it was run without peers.
+        compiled: whether the replay's model is compiled, if that of training was.
+    """
     then = first_own_site(dump, rank, alone)
     now = next((site for site in again.sites if not (alone and site.phase is Phase.REDUCE)), None)
     result = Result(rank, Outcome.NOT_REPRODUCED, recorded=then, replayed=now, notes=again.notes)
@@ -135,6 +152,7 @@ def compare(
     result.differs = differences(dump, rank)
     if dump.manifest.wrapper_description.compiled and not compiled:
         result.differs.append(EAGER_NOW)
+    # The recorded site is of a gradient that peers contributed to; this rank alone may well be finite.
     if alone and now is None and _came_by_reduce(dump, rank, then):
         then = None
     _conclude(result, then, now)
@@ -142,7 +160,7 @@ def compare(
 
 
 def _came_by_reduce(dump: Dump, rank: int, site: Site | None) -> bool:
-    """Whether a gradient was seen only after communication: clipped, it was read once more before the update."""
+    """Whether a gradient was first inspected after communication, because the loop had changed it (clipping)."""
     read_late = site is not None and site.phase is Phase.BACKWARD and site.micro_batch is None
     return (
         read_late
@@ -153,7 +171,7 @@ def _came_by_reduce(dump: Dump, rank: int, site: Site | None) -> bool:
 
 
 def first_own_site(dump: Dump, rank: int, alone: bool) -> Site | None:
-    """The rank's own first site, as it was recorded."""
+    """The rank's first recorded site, or None; without peers, the first that is not a site of the reduce."""
     sites = dump.evidence(rank).sites
     return next((site for site in sites if not (alone and site.phase is Phase.REDUCE)), None)
 
@@ -226,16 +244,17 @@ def _compare_slots(dump: Dump, rank: int, again: StepResult, alone: bool, result
 
 
 def _need_not_come_again(key: SlotKey) -> bool:
-    """A watched loss that the recipe does not give (said in a note), or a gradient as the loop had changed it.
+    """Whether a recorded slot may be missing in the replay.
 
-    Where compiled code ran, nothing need: it left all calls of a module in one slot, and eager code around it sees
-    other tensors.
+    That holds for a watched loss that the recipe does not return (a note says so), and for a gradient as the loop had
+    changed it. Where compiled code ran it holds for every slot: compiled code left all calls of a module in one slot,
+    and the eager code around it meets other tensors.
     """
     return key.phase is Phase.LOSS or (key.phase is Phase.BACKWARD and key.micro_batch is None)
 
 
 def _common_factor(recorded: _Slots, again: StepResult) -> str | None:
-    """Training that backpropagated ``loss / 2`` has every gradient at half of what the recipe's loss gives."""
+    """A sentence if all gradients differ by one factor: training that backpropagated ``loss / 2`` halves each."""
     ratios: list[float] = []
     for key, then in recorded:
         if key.phase is Phase.BACKWARD and key in again.slots:
@@ -248,7 +267,7 @@ def _common_factor(recorded: _Slots, again: StepResult) -> str | None:
 
 
 def _find_extra_slots(recorded: _Slots, again: StepResult, result: Result) -> None:
-    """A step that runs more than was recorded is not the same step."""
+    """Record forward and loss slots that only the replay has: a step that runs more is not the same step."""
     known = {key for key, _ in recorded}
     if _was_compiled(known):
         return  # compiled then, eager now
@@ -265,6 +284,7 @@ def _was_compiled(keys: Iterable[SlotKey]) -> bool:
 
 def _same_bits(one: tuple[float, float], other: tuple[float, float]) -> bool:
     return all(
+        # Bits instead of ==, which calls 0.0 and -0.0 the same and NaN different from itself.
         (math.isnan(a) and math.isnan(b)) or struct.pack("d", a) == struct.pack("d", b)
         for a, b in zip(one, other, strict=True)
     )
@@ -286,7 +306,7 @@ def _compare_losses(recorded: list[MicroBatch], again: StepResult, result: Resul
 
 
 def same_tensor(one: Tensor, other: Tensor) -> bool:
-    """Equal shape, dtype and bytes."""
+    """Whether two tensors have equal shape, dtype and bytes, NaN included. Host sync: one per tensor."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     first, second = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
@@ -308,7 +328,7 @@ def _shown(loss: Tensor) -> str:
 
 
 def differences(dump: Dump, rank: int) -> list[str]:
-    """What is not as it was recorded: versions, settings that decide bits, the device."""
+    """What differs here from the record: versions, settings that decide bits, and the device; one text each."""
     found = [
         f"{name} {then} then, {now} now"
         for name, now in versions().items()

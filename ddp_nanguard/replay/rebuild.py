@@ -1,4 +1,4 @@
-"""Model, optimizer and settings of the dumped step, put together again."""
+"""Rebuilds model, optimizers, scaler and settings of a dumped step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,18 @@ from .recipe import Recipe
 
 @dataclass
 class Rebuilt:
-    """What one rank needs to run the step again."""
+    """Everything that one rank needs to run the step again.
+
+    Attributes:
+        dump: the dump.
+        rank: the rank whose step is run.
+        recipe: the user's.
+        wrapper: of the wrapped model, with the dumped weights and buffers.
+        optimizers: with the dumped groups and state; stand-ins where the recipe has no optimizer.
+        scaler: with the dumped state; None where training had none.
+        device: where the model is.
+        group: process group that the guard uses; None for the default group.
+    """
 
     dump: Dump
     rank: int
@@ -37,7 +48,7 @@ class Rebuilt:
 
 
 def apply_settings(dump: Dump) -> None:
-    """Thread count, matmul precision and deterministic flags as recorded: they decide bits."""
+    """Set thread count, matmul precision and deterministic flags of this process as recorded: they decide bits."""
     settings = dump.manifest.settings
     torch.set_num_threads(settings.num_threads)
     torch.set_float32_matmul_precision(settings.float32_matmul_precision)
@@ -54,11 +65,11 @@ def rebuild(
     alone: bool,
     group: dist.ProcessGroup | None = None,
 ) -> Rebuilt:
-    """Model and optimizer with the dumped weights, as the rank had them.
+    """Model and optimizers with the dumped weights and state, as the rank had them.
 
     Args:
         dump: the dump.
-        rank: whose step.
+        rank: the rank whose step is run.
         recipe: the user's.
         device: where the model goes.
         alone: one process stands for ``rank``; DDP is left out, FSDP wraps over one member.
@@ -69,6 +80,7 @@ def rebuild(
 
     Collective: those of the wrapper's constructor, unless ``alone``.
     """
+    # Before wrapping, which may flatten or shard the parameters.
     require_matching_parameters(dump, recipe.model)
     model = _wrapped(dump, recipe, device, alone, group)
     wrapper = wrapper_of(model)
@@ -80,7 +92,7 @@ def rebuild(
 
 
 def require_matching_parameters(dump: Dump, model: nn.Module) -> None:
-    """The recipe must build the model of the run.
+    """Check that the recipe builds the model of the run: same parameter names and shapes.
 
     Raises:
         DumpError: names the first parameter that does not match.
@@ -138,6 +150,7 @@ def _fill(dump: Dump, rank: int, shards: list[TensorShard]) -> None:
         try:
             whole = dump.load_state([shard.name], rank)[shard.name]
         except DumpError:
+            # Tensors that cannot be cut into shards are stored with the rank's window.
             special = dump.special(rank) if special is None else special
             if shard.name not in special:
                 raise
@@ -178,7 +191,9 @@ def _optimizer(
     parameters = dict(wrapper.named_parameters())
     names = [[name for name in group["params"] if name in parameters] for group in plain["groups"]]
     held = list(dict.fromkeys(parameters[name] for group in names for name in group))
+    # A recipe builds one optimizer; of further ones only groups and state are inspected.
     make = recipe.optimizer if recipe.optimizer is not None and index == 0 else _stand_in
+    # torch refuses an optimizer without parameters.
     optimizer = make(held or list(parameters.values()))
     with _as_recorded(dump, f"optimizers[{index}]"):
         _regroup(optimizer, plain, names, parameters)
@@ -190,7 +205,7 @@ def _optimizer(
 
 @contextlib.contextmanager
 def _as_recorded(dump: Dump, what: str) -> Iterator[None]:
-    """Numbers of optimizers and scalers are their own, and only they can say that one does not fit."""
+    """Turn errors of optimizers and scalers, which alone know whether recorded numbers fit, into a `DumpError`."""
     try:
         yield
     except DumpError:
@@ -203,7 +218,7 @@ def _as_recorded(dump: Dump, what: str) -> Iterator[None]:
 
 
 def _stand_in(parameters: Any) -> torch.optim.Optimizer:
-    """Holds groups and state, so that the guard can look at them; it never steps."""
+    """An optimizer that holds groups and state for the guard's state probes; it never steps."""
     return torch.optim.SGD(parameters, lr=0.0)
 
 
@@ -222,7 +237,7 @@ def _regroup(
 
 
 def _set_own_numbers(dump: Dump, rank: int, index: int, optimizer: torch.optim.Optimizer) -> None:
-    """``state.json`` is of one rank; numbers that this rank had differently are laid over."""
+    """Apply this rank's own hyper-parameters: ``state.json`` holds those of one rank."""
     prefix = "" if index == 0 else f"optimizer{index}."
     own = dump.evidence(rank).hyper_parameters
     for group_index, group in enumerate(optimizer.param_groups):
@@ -237,7 +252,7 @@ def _set_own_numbers(dump: Dump, rank: int, index: int, optimizer: torch.optim.O
 def _fill_state(
     dump: Dump, rank: int, wrapper: Wrapper, index: int, optimizer: torch.optim.Optimizer, plain: dict[str, Any]
 ) -> None:
-    """State tensors, each shaped like its parameter's local part, or a number of its own."""
+    """Fill the optimizer's state tensors, each shaped like its parameter's local part, or of shape ()."""
     keys = _state_keys(dump, rank, index)
     special = dump.special(rank)
     for name, parameter in wrapper.named_parameters():
@@ -259,7 +274,7 @@ def _state_keys(dump: Dump, rank: int, index: int) -> dict[str, list[str]]:
 
 
 def _keys_of_flat(wrapper: Wrapper, name: str, parameter: Tensor, keys: dict[str, list[str]]) -> list[str]:
-    """The keys of a flat parameter are those of the original parameters in it."""
+    """The state keys of a flat parameter, which are those of the original parameters in it."""
     originals = [shard.name for shard in wrapper.shards("", name, parameter, parameter)]
     return list(dict.fromkeys(key for original in originals for key in keys.get(original, [])))
 
@@ -274,7 +289,7 @@ def _state_tensor(
     key: str,
     special: dict[str, Tensor],
 ) -> Tensor:
-    """One state tensor as the optimizer holds it: a number of its own, or cut like the parameter."""
+    """One state tensor as the optimizer holds it: of shape (), or cut like the parameter."""
     prefix, suffix = f"optim.{index}.", f".{key}"
     if f"{prefix}{name}{suffix}" in special:
         return special[f"{prefix}{name}{suffix}"]
@@ -305,7 +320,11 @@ def _scaler_like(state: dict[str, Any], wrapper: Wrapper, device: torch.device) 
 
 
 def recorded_gradients(rebuilt: Rebuilt) -> Iterator[tuple[nn.Parameter, list[TensorShard], Tensor]]:
-    """For the replay of an update: each parameter with a zeroed gradient, and the pieces to fill."""
+    """For the replay of an update: each parameter, the shards of its gradient, and the gradient, zeroed.
+
+    Copy the recorded values in with `fill_shards`, which writes through the shards. Parameters without a recorded
+    gradient are left out.
+    """
     names = set(rebuilt.dump.names())
     for name, parameter in rebuilt.wrapper.named_parameters():
         gradient = torch.zeros_like(parameter, requires_grad=False)
@@ -315,5 +334,5 @@ def recorded_gradients(rebuilt: Rebuilt) -> Iterator[tuple[nn.Parameter, list[Te
 
 
 def fill_shards(rebuilt: Rebuilt, shards: list[TensorShard]) -> None:
-    """Copy stored values into the tensors that the pieces view."""
+    """Copy the stored values into the tensors of the shards, in place."""
     _fill(rebuilt.dump, rebuilt.rank, shards)

@@ -1,4 +1,4 @@
-"""`Recipe`: the one thing that replay needs from the user, and how it is found."""
+"""`Recipe`: what a replay needs from the user, and how it is found and loaded."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ddp_nanguard.errors import DumpError
 
 @dataclass(frozen=True)
 class Recipe:
-    """Rebuilds the model and one training step. The same function can serve training.
+    """Builds the model and runs one training step. The same function can serve training.
 
     Attributes:
-        model: the plain module, freshly built; its weights come from the dump.
-        step: ``step(model, batch)`` gives the loss that is backpropagated, shape (), or a dict of named losses whose
-            sum is.
+        model: the plain module, newly built; its weights come from the dump.
+        step: ``step(model, batch)`` returns the loss that is backpropagated, shape (), or a dict of named losses whose
+            sum is backpropagated.
         optimizer: parameters -> optimizer; without it a hyper-parameter fault is replayed from the dump's
             ``state.json``.
         wrap: module -> wrapped module, for the replay on many ranks; by default as the dump records.
@@ -40,16 +40,16 @@ class Recipe:
 
 
 def load_recipe(name: str, directory: str | None, *, loaded: bool = False) -> Recipe:
-    """Import and call the recipe function. This runs the user's code.
+    """Import the recipe function and call it. This runs the user's code.
 
     Args:
         name: ``module:function`` or ``path/to/file.py:function``.
-        directory: where the module lay when the dump was written; looked in after the present directory.
-        loaded: take the module as this process has it, where it has it: a training script that is imported a second
-            time may begin to train.
+        directory: where the module lay when the dump was written; searched after the working directory.
+        loaded: use the module that this process has already imported, if any: a training script that is imported a
+            second time may begin to train.
 
     Raises:
-        DumpError: it cannot be imported, or gives no `Recipe`.
+        DumpError: it cannot be imported, raises, or returns no `Recipe`.
     """
     module_name, _, function_name = name.rpartition(":")
     if not module_name or not function_name.isidentifier():
@@ -71,7 +71,7 @@ def load_recipe(name: str, directory: str | None, *, loaded: bool = False) -> Re
 
 
 def _loaded(name: str, directory: str | None) -> Any:
-    """The module of this name or file, the training script (``__main__``) included; None where it is not loaded."""
+    """The imported module of this name or file, ``__main__`` included; None where it is not imported."""
     if name in sys.modules:
         return sys.modules[name]
     if name.endswith(".py"):

@@ -1,4 +1,4 @@
-"""The dumped step once more, under the same monitor and probes that saw it in training."""
+"""Runs the dumped step again, under the same monitor and probes that watched it in training."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ from ddp_nanguard.step.monitor import StepMonitor
 
 from .rebuild import Rebuilt, fill_shards, recorded_gradients
 
+# What is inspected and how long ranks wait; other options decide what is done about a fault.
 _KEPT_OPTIONS = ("watch", "skip_types", "ignore", "state_every", "timeout_s", "scale_floor")
 
 
 @dataclass
 class StepResult:
-    """What the step gave this time.
+    """What the step gave in the replay.
 
     Attributes:
-        report: None where the verdict was clean.
+        report: of the fault; None where the verdict was clean.
         sites: this rank's own, earliest first.
         slots: key -> (minimum, maximum), in execution order.
         losses: by (micro-batch, name).
@@ -54,10 +55,10 @@ class StepResult:
 
 
 class _Collector:
-    """Writes down what a verdict means, instead of acting on it; a `VerdictHandler`.
+    """A `VerdictHandler` that records what a verdict means instead of acting on it.
 
     Attributes:
-        fault: what was found, None where nothing was.
+        fault: the judgement of the fault that was found, None where there was none.
     """
 
     def __init__(self, context: GuardContext) -> None:
@@ -65,11 +66,14 @@ class _Collector:
         self._triage = Triage(context)
 
     def on_clean(self) -> None:
-        """See `VerdictHandler`."""
+        """Tell the triage that the step was clean."""
         self._triage.on_clean()
 
     def on_verdict(self, severity: Severity, record: StepRecord) -> Decision:
-        """See `VerdictHandler`. Never raises."""
+        """Record a fault and have the update skipped; where the triage finds no fault, return its decision.
+
+        Never raises for a fault, unlike the guard's own handler.
+        """
         judgement = self._triage.judge(severity, record)
         if judgement.decision is not None:
             return judgement.decision
@@ -81,7 +85,7 @@ class _Collector:
 
     @property
     def report(self) -> FaultReport | None:
-        """What all ranks say of the fault."""
+        """The report of the fault, the same on all ranks; None where there was none."""
         return None if self.fault is None else self.fault.report
 
 
@@ -97,7 +101,15 @@ class _Run:
 
 
 def run_step(rebuilt: Rebuilt, micro_batches: list[MicroBatch], alone: bool) -> StepResult:
-    """Run the window again, under the same monitor and the same probes that saw it in training.
+    """Run the window again, under the same monitor and the same probes that watched it in training.
+
+    Args:
+        rebuilt: model, optimizers and scaler of the dumped step.
+        micro_batches: the recorded window, or a part of it.
+        alone: this process stands for its rank, without peers.
+
+    Raises:
+        DumpError: the recorded options or injected faults do not fit the rebuilt model.
 
     Collective: those of the training step and of a guard; every rank calls it, unless ``alone``.
     """
@@ -126,13 +138,14 @@ def _monitored(rebuilt: Rebuilt) -> Iterator[_Run]:
 
 
 def _context(rebuilt: Rebuilt) -> GuardContext:
-    """What watches the step: the recorded options, as far as they decide what is looked at."""
+    """The guard context of the run, with the recorded options as far as they decide what is inspected."""
     dump = rebuilt.dump
     options: dict[str, Any] = {name: getattr(dump.manifest.options, name) for name in _KEPT_OPTIONS}
     if dump.report.cause.startswith("scale collapse"):
         options["max_consecutive_overflows"] = 1  # one window is all there is: its overflow is the fault
     options.update(dump_dir=None, budget=None, keep_previous=False, first_step=dump.report.step)
     try:
+        # Environment variables of this process are not those of the recorded run.
         with environment_ignored():
             context = build_context(
                 rebuilt.wrapper.model, rebuilt.optimizers, rebuilt.scaler, None, rebuilt.group, options
@@ -144,6 +157,7 @@ def _context(rebuilt: Rebuilt) -> GuardContext:
         ) from error
     evidence = dump.evidence(rebuilt.rank)
     compiled = evidence.compiled_layers
+    # At the recorded level, so that the same slots exist and bits can be compared.
     context.budget.start_at(evidence.budget_level, {"traced": list(compiled.traced), "watched": list(compiled.watched)})
     context.known_nonfinite = frozenset(evidence.known_nonfinite)
     return context
@@ -163,10 +177,12 @@ def _reinjected(rebuilt: Rebuilt) -> tuple[list[Injection], list[str]]:
 def _result(run: _Run, micro_batches: list[MicroBatch], alone: bool) -> StepResult:
     losses = _forward_backward(run, micro_batches)
     run.monitor.check()
+    # The update runs only if the window is clean: in training it would not have been reached otherwise.
     recorded = run.rebuilt.dump.report.origin
     if run.collector.fault is None and _is_update(recorded) and run.rebuilt.recipe.optimizer is not None:
         _update(run, alone)
     report, fault = run.collector.report, run.collector.fault
+    # A clean step has moved its slots to the history; those of a fault are in the findings.
     slot_stats = _slots_of_clean_step(run.context)
     if fault is not None and fault.findings is not None and report is not None and not _is_update(report.origin):
         slot_stats = fault.findings.slot_stats
@@ -176,7 +192,7 @@ def _result(run: _Run, micro_batches: list[MicroBatch], alone: bool) -> StepResu
 
 
 def _forward_backward(run: _Run, micro_batches: list[MicroBatch]) -> dict[tuple[int, str], Tensor]:
-    """All micro-batches, each with its random state and its sync flag; the losses by (micro-batch, name)."""
+    """Run all micro-batches, each with its random state and its sync flag; the losses by (micro-batch, name)."""
     rebuilt, losses = run.rebuilt, dict[tuple[int, str], Tensor]()
     synced = set(rebuilt.dump.evidence(rebuilt.rank).reduced_micro_batches)
     remarks: list[str] = []
@@ -207,7 +223,7 @@ def _micro_step(run: _Run, batch: Any, names: list[str]) -> None:
 
 
 def _named_as_recorded(losses: Tensor | dict[str, Tensor], names: list[str]) -> dict[str, Any]:
-    """The losses under the names that training watched them by, where it is clear which is which."""
+    """The losses under the names that training watched them by, as far as they can be matched."""
     given = losses if isinstance(losses, dict) else {"loss": losses}
     if len(names) == 1 and len(given) == 1:
         return {names[0]: next(iter(given.values()))}
@@ -231,7 +247,10 @@ def _is_update(origin: Site | None) -> bool:
 
 
 def _update(run: _Run, alone: bool) -> None:
-    """The update itself. Alone, the gradients are the recorded ones: this rank's own are those before the reduce."""
+    """Run the update and judge the weights after it.
+
+    Alone, the gradients are the recorded ones: this rank's own are those from before the reduce.
+    """
     rebuilt = run.rebuilt
     for parameter, shards, gradient in list(recorded_gradients(rebuilt)):
         if alone or not dist.is_initialized():

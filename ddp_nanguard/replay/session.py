@@ -1,4 +1,4 @@
-"""One rank's step, to be run as often as wanted, alone or with its peers: each time from freshly built parts."""
+"""One rank's step, to be run any number of times, alone or with its peers; each run begins with a newly built model."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Session:
 
     Attributes:
         dump: the dump.
-        rank: whose step.
+        rank: the rank whose step is run.
         device: where it runs.
         recipe_name: None for the one that the dump names.
-        obstacle: the outcome where no replay can answer; `run` must not be called then.
+        obstacle: the outcome where no replay can give an answer; `run` must not be called then.
         alone: this process stands for the rank; otherwise every rank has a session, and all run at the same time.
-        first_recipe: what `recipe` gives the first time.
+        first_recipe: what `recipe` returns the first time, None where it has been used.
     """
 
     dump: Dump
@@ -49,7 +49,7 @@ class Session:
     first_recipe: Recipe | None = None
 
     def recipe(self) -> Recipe:
-        """The user's recipe, called again each time: a run changes the model."""
+        """The user's recipe, called again each time, since a run changes the model."""
         if self.first_recipe is not None:
             recipe, self.first_recipe = self.first_recipe, None
             return recipe
@@ -58,7 +58,7 @@ class Session:
         return load_recipe(name, self.dump.manifest.run.recipe_directory)
 
     def window(self, recipe: Recipe) -> list[MicroBatch]:
-        """The recorded micro-batches."""
+        """The recorded micro-batches of the rank, newly read from the dump, on the session's device."""
         return self.dump.window(self.rank, types=dict(recipe.batch_types), device=self.device)
 
     def run(
@@ -67,12 +67,15 @@ class Session:
         around: Change | None = None,
         keep: Callable[[list[MicroBatch]], list[MicroBatch]] | None = None,
     ) -> StepResult:
-        """The step once more.
+        """Run the step once.
 
         Args:
-            step: makes the recipe's step into another one.
-            around: context in which the step runs, made from what it runs with.
-            keep: makes the recorded window into a smaller one.
+            step: wraps the recipe's step.
+            around: makes the context in which the step runs, from the rebuilt model and the window.
+            keep: reduces the recorded window to a smaller one.
+
+        Raises:
+            DumpError: the recipe or the dump does not fit.
 
         Collective: those of the training step and of the guard, unless ``alone``.
         """
@@ -87,18 +90,25 @@ class Session:
             return run_step(rebuilt, window, alone=self.alone)
 
     def plain(self) -> Result:
-        """The replay as it ran in training, compared with the record."""
+        """Replay the step as it ran in training and compare it with the record; the obstacle where there is one."""
         if self.obstacle is not None:
             return self.obstacle
         recipe = self.recipe()
         window = self.window(recipe)
+        # The recipe is called once for both the batch types of the window and the run.
         self.first_recipe = recipe
         compiled = is_compiled(recipe.model) or not self.alone  # before it is wrapped, by a wrap that may compile it
         return compare(self.dump, self.rank, window, self.run(), self.alone, compiled)
 
 
 def open_session(paths: Sequence[str], rank: int | None, recipe_name: str | None, device: str | None) -> Session:
-    """Open a dump for replays of one rank.
+    """Open a dump for replays of one rank, alone in this process.
+
+    Args:
+        paths: the dump's directory, or its parts on several nodes.
+        rank: None for the rank where the fault began.
+        recipe_name: ``module:function``; None for the one that the dump names.
+        device: None for a GPU if there is one.
 
     Raises:
         DumpError: the dump, the rank or the recipe cannot be used.
@@ -123,7 +133,7 @@ def open_session(paths: Sequence[str], rank: int | None, recipe_name: str | None
 
 @contextlib.contextmanager
 def eager() -> Iterator[None]:
-    """Code that is compiled by torch.compile runs as it is written."""
+    """A context in which code that torch.compile has compiled runs eagerly."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled then, and the import costs seconds
         yield
         return
@@ -132,7 +142,7 @@ def eager() -> Iterator[None]:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether a part of a model is compiled by torch.compile."""
+    """Whether any module of a model is compiled by torch.compile."""
     return any(
         getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
         for module in model.modules()
@@ -143,7 +153,7 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def origin_rank(dump: Dump) -> int:
-    """The rank where the fault began; the first rank where nobody began it."""
+    """The rank where the fault began; the first rank of the dump where the report names none."""
     origin = dump.report.origin
     return origin.rank if origin is not None and origin.rank is not None else dump.ranks[0]
 
@@ -160,7 +170,7 @@ def what_needs_peers(dump: Dump, recipe: Recipe) -> str | None:
 
 
 def what_needs_optimizer(dump: Dump, recipe: Recipe) -> str | None:
-    """Why the update cannot be run; None if it can, or need not be."""
+    """Why the update cannot be run; None if it can, or if the fault is not one of the update."""
     origin = dump.report.origin
     is_update = origin is not None and origin.phase is Phase.OPTIMIZER and origin.layer is not None
     if not is_update or recipe.optimizer is not None:
@@ -172,7 +182,11 @@ def what_needs_optimizer(dump: Dump, recipe: Recipe) -> str | None:
 
 
 def named_recipe(dump: Dump, given: str | None) -> Recipe:
-    """The recipe asked for, or the one that the dump names; its name is shown before its code runs."""
+    """Load the recipe asked for, or the one that the dump names; rank 0 prints its name before its code runs.
+
+    Raises:
+        DumpError: neither names a recipe, or it cannot be loaded.
+    """
     name = given or dump.manifest.recipe
     if name is None:
         raise DumpError(
@@ -184,7 +198,11 @@ def named_recipe(dump: Dump, given: str | None) -> Recipe:
 
 
 def device_for(name: str | None) -> torch.device:
-    """The device asked for, else the GPU of the local rank, else the CPU."""
+    """The device asked for, else the GPU of the local rank, else the CPU.
+
+    Raises:
+        DumpError: this machine has no such device.
+    """
     if name is not None:
         return _named_device(name)
     if torch.cuda.is_available():
@@ -202,7 +220,7 @@ def _named_device(name: str) -> torch.device:
 
 
 def unregistered_batch(window: list[MicroBatch]) -> str | None:
-    """Why a batch cannot be handed to the recipe: the first class in it that nobody rebuilds."""
+    """Why a batch cannot be given to the recipe: it holds a class that no builder rebuilds. None if it can."""
     for micro_batch in window:
         name = unregistered_type(micro_batch.batch)
         if name is not None:
@@ -212,5 +230,8 @@ def unregistered_batch(window: list[MicroBatch]) -> str | None:
 
 
 def replay_alone(paths: Sequence[str], rank: int | None, recipe_name: str | None, device: str | None) -> Result:
-    """One rank's step in this process, without peers, once; see `open_session`."""
+    """Run one rank's step once in this process, without peers, and compare it with the record.
+
+    The arguments and the errors are those of `open_session`.
+    """
     return open_session(paths, rank, recipe_name, device).plain()

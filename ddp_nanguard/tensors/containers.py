@@ -1,4 +1,4 @@
-"""Tensors in any container: finding them, naming them, copying around them."""
+"""Tensors in containers of any kind: finding them, naming them by path, copying the containers around them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from torch import Tensor
 
 
 def tensors_in(value: Any, depth: int = 8) -> Sequence[Tensor]:
-    """Every tensor in a container of any kind: tuple, list, mapping, dataclass, namedtuple, model output, nested.
+    """Every tensor in a container: tuple, list, mapping, dataclass, namedtuple, model output, or any of them nested.
 
-    What hooks mostly get, one tensor or a tuple of them, costs next to nothing.
+    Args:
+        value: the container, or a tensor.
+        depth: how many levels are entered.
     """
     if type(value) is Tensor:
         return (value,)
+    # The fast path: a hook is almost always given one tensor or a tuple of tensors, and it runs at every module call.
     if type(value) is tuple:
         for item in value:
             if type(item) is not Tensor:
@@ -30,7 +33,7 @@ def tensors_in(value: Any, depth: int = 8) -> Sequence[Tensor]:
 def named_tensors_in(
     value: Any, path: tuple[Any, ...] = (), depth: int = 8
 ) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
-    """Like `tensors_in`, with the path of keys, indices and field names that leads to each."""
+    """Like `tensors_in`, with the path of keys, indices and field names that leads to each tensor."""
     if isinstance(value, Tensor):
         yield path, value
         return
@@ -52,12 +55,12 @@ def _children(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def path_text(path: tuple[Any, ...]) -> str:
-    """A batch path as a person writes it: ``["image"][0]``."""
+    """A path as it is written in Python: ``["image"][0]``."""
     return "".join(f'["{key}"]' if isinstance(key, str) else f"[{key!r}]" for key in path)
 
 
 def copy_containers(value: Any, keep: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with its containers copied and its tensors passed through ``keep``; the rest stays as it is."""
+    """``value`` with its containers copied and each tensor replaced by ``keep(tensor)``; other leaves are shared."""
     if isinstance(value, Tensor):
         return keep(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -75,6 +78,7 @@ def copy_containers(value: Any, keep: Callable[[Tensor], Tensor]) -> Any:
         copied = copy.copy(value)
         for spec in dataclasses.fields(value):
             if hasattr(value, spec.name):
+                # A frozen dataclass refuses assignment.
                 object.__setattr__(copied, spec.name, copy_containers(getattr(value, spec.name), keep))
         return copied
     return value

@@ -1,4 +1,4 @@
-"""Any tensor, reduced to its minimum and maximum in one pass. The only place that knows tensor kinds.
+"""Reduces a tensor of any kind to its minimum and maximum in one pass. The only module that tells tensor kinds apart.
 
 [Note: minimum and maximum decide]
 ``aminmax`` propagates NaN, so the pair (min, max) says exactly whether every element is finite, in one pass, without a
@@ -25,7 +25,7 @@ _UPCAST = frozenset(
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether ``aminmax`` takes the tensor as it is: dense, real, floating, not empty, on a device."""
+    """Whether ``aminmax`` accepts the tensor as it is: dense, real, floating-point, not empty, not on meta."""
     return (
         type(tensor) in _PLAIN_TYPES
         and tensor.dtype in _REDUCIBLE
@@ -37,20 +37,20 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
-    """A view whose dimensions come in the order of their strides: channels last, or transposed, it is contiguous.
+    """A view with its dimensions in the order of their strides: channels-last and transposed tensors become contiguous.
 
-    ``aminmax`` takes 6 times longer over a tensor of 2 MB that is not.
+    ``aminmax`` takes 6 times longer over a non-contiguous tensor of 2 MB.
     """
     strides = tensor.stride()
     return tensor.permute(sorted(range(len(strides)), key=strides.__getitem__, reverse=True))
 
 
 def dense_parts(tensor: Tensor) -> list[Tensor] | None:
-    """The plain tensors whose values are those of ``tensor``.
+    """The plain tensors that hold the values of ``tensor``.
 
     Returns:
-        Tensors for which `is_plain` holds, possibly none (integers and empty tensors are always clean), or None where
-        the kind cannot be checked: meta, quantised, functorch-wrapped, unknown subclasses.
+        Tensors for which `is_plain` holds; none for integers and empty tensors, which are always finite. None where the
+        kind cannot be checked: meta, quantised, functorch-wrapped, unknown subclasses.
     """
     if is_plain(tensor):
         return [tensor.detach()]
@@ -92,7 +92,13 @@ def _subclass_parts(tensor: Tensor) -> list[Tensor] | None:
 
 
 def kind_of(minimum: float, maximum: float, allow_negative_inf: bool = False) -> str | None:
-    """The kind of non-finite value that a (min, max) pair shows, or None. A NaN hides an inf, see `evidence`."""
+    """The kind of non-finite value that a (min, max) pair shows, or None. A NaN hides an inf; `evidence` counts both.
+
+    Args:
+        minimum: smallest element.
+        maximum: largest element.
+        allow_negative_inf: -inf alone counts as finite, as in attention masks.
+    """
     if math.isnan(minimum) or math.isnan(maximum):
         return "nan"
     if maximum == math.inf or minimum == math.inf:
@@ -103,9 +109,9 @@ def kind_of(minimum: float, maximum: float, allow_negative_inf: bool = False) ->
 
 
 def evidence(tensor: Tensor) -> Evidence | None:
-    """Counts of one tensor, by a rescan on the fault path; None where the kind cannot be checked.
+    """Counts of one tensor from a rescan; None where the kind cannot be checked.
 
-    Host sync: a few; never called in a clean step.
+    Host sync: about six per dense part. Called on the fault path only, never in a clean step.
     """
     parts = dense_parts(tensor)
     if parts is None:
@@ -144,7 +150,10 @@ def _counts(part: Tensor) -> tuple[int, int, int, int, float | None]:
 
 
 def kind_in(tensor: Tensor, allow_negative_inf: bool = False) -> str | None:
-    """The worst kind of non-finite value in a tensor, or None. Host sync: a few."""
+    """The worst kind of non-finite value in a tensor, or None where it is finite or cannot be checked.
+
+    Host sync: as `evidence`.
+    """
     found = evidence(tensor)
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""What differs between a plain module, DDP, FSDP1 and FSDP2, behind one interface.
+"""The differences between a plain module, DDP, FSDP1 and FSDP2, behind one interface.
 
 Read `base` first, then the file of the wrapper you use.
 """
@@ -41,10 +41,11 @@ _CLASSES: dict[str, type[Wrapper]] = {
 
 
 def wrapper_of(model: nn.Module) -> Wrapper:
-    """The wrapper of what the training loop calls.
+    """The wrapper of the model that the training loop calls.
 
     Raises:
-        ValueError: ``model`` is no module, or is wrapped in a way that cannot be watched, with the remedy.
+        ValueError: ``model`` is not a module, or is wrapped in a way that cannot be watched; the message has the
+            remedy.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}; give the torch.nn.Module that the training loop calls")
@@ -70,21 +71,31 @@ def wrap_like(
 ) -> nn.Module:
     """Wrap a plain module as `Wrapper.describe` recorded it, over ``mesh``, ``group`` or the whole present world.
 
-    Without a process group, one of this process alone is made and left as the default group. A mesh of another size
-    than the recorded one keeps the kind, the wrapped modules and the precision.
+    Without a process group, one of this process alone is made and left as the default group. If the size of the mesh
+    differs from the recorded one, the kind, the wrapped modules and the precision are kept.
+
+    Args:
+        module: the plain module; FSDP2 changes it in place.
+        description: what `Wrapper.describe` gave.
+        group: process group to wrap over.
+        mesh: device mesh to wrap over; at most one of the two is needed.
+
+    Raises:
+        ValueError: the recorded kind is unknown.
 
     Collective: those of the wrapper's constructor; every rank of the world calls it.
     """
     if wrapper_class(description["kind"]).communicates and not dist.is_initialized():
+        # A HashStore needs neither a port nor a file.
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     return _WRAP[description["kind"]](module, description, group, mesh)
 
 
 def wrapper_class(kind: str) -> type[Wrapper]:
-    """The class of a wrapper that `Wrapper.describe` recorded, to ask what it can do.
+    """The class that belongs to a recorded wrapper kind, to ask what such a wrapper can do.
 
     Raises:
-        ValueError: there is no such wrapper.
+        ValueError: the kind is unknown; the message lists the valid ones.
     """
     if kind not in _CLASSES:
         raise ValueError(f"wrapper kind {kind!r} is unknown; valid: {', '.join(_CLASSES)}")

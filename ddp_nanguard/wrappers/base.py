@@ -1,4 +1,4 @@
-"""`Wrapper`: what the guard asks of a model, whatever it is wrapped in. No communication happens here.
+"""`Wrapper`: the questions that the guard asks of a model, however it is wrapped. Nothing here communicates.
 
 [Note: clean names] Shells (DDP, FSDP1, checkpoint and offload wrappers, compiled modules) hold exactly one module and
 have no name of their own: a clean name is the path in the unwrapped module, and the root is "".
@@ -30,7 +30,7 @@ OnGradient = Callable[[str, torch.Tensor], None]
 
 
 def inner_of(module: nn.Module) -> nn.Module | None:
-    """The module that a shell holds; None for a module that is no shell."""
+    """The module that a shell holds; None for a module that is not a shell."""
     inner = None
     if isinstance(module, DistributedDataParallel):
         inner = module.module
@@ -51,9 +51,9 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def compiled_modules(model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
-    """Clean names of the modules inside what `torch.compile` compiles, and of those whose own call it compiles.
+    """Clean names of the modules inside code of `torch.compile`, and of those whose own call is compiled.
 
-    The latter by ``module.compile()``: hooks of such a module run outside of the compiled code.
+    The latter were compiled by ``module.compile()``: hooks of such a module run outside the compiled code.
     """
     inside: set[str] = set()
     edges: set[str] = set()
@@ -73,6 +73,7 @@ def compiled_modules(model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
                 walk(join(name, attribute), child, is_inside or has_compiled_call)
 
     walk("", model, False)
+    # A module that is shared may be found on several paths; one that is compiled decides.
     return frozenset(inside), frozenset(edges - inside)
 
 
@@ -84,7 +85,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def join(prefix: str, name: str) -> str:
-    """The dotted name of ``name`` within ``prefix``."""
+    """The dotted name of ``name`` within ``prefix``, which may be ""."""
     return f"{prefix}.{name}" if prefix else name
 
 
@@ -100,17 +101,17 @@ def paths(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]
 
 
 def class_name(cls: type) -> str:
-    """The importable name of a class."""
+    """The full name of a class: ``module.QualifiedName``."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def dtype_name(dtype: torch.dtype | None) -> str | None:
-    """``torch.bfloat16`` as "bfloat16", for JSON."""
+    """The name of a dtype without ``torch.``, such as "bfloat16"; None for None."""
     return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def dtype_named(name: str | None) -> torch.dtype | None:
-    """The inverse of `dtype_name`."""
+    """The dtype of a name such as "bfloat16", the inverse of `dtype_name`; None for None."""
     return None if name is None else getattr(torch, name)
 
 
@@ -119,7 +120,7 @@ def _nobody(name: str, gradient: torch.Tensor) -> None:
 
 
 class LeafHook(WeakHook):
-    """Post-accumulate hook of one parameter."""
+    """Post-accumulate-grad hook of one parameter; reports its gradient to the watch."""
 
     __slots__ = ("name",)
 
@@ -128,9 +129,10 @@ class LeafHook(WeakHook):
         self.name = name
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        """Report what has accumulated."""
+        """Report the gradient that has accumulated in ``parameter.grad``."""
         watch, gradient = self.target(), parameter.grad
         if watch is not None and gradient is not None:
+            # The common case skips `report`: a plain tensor is local already, and the hook runs for every parameter.
             if type(gradient) is torch.Tensor:
                 watch.on_gradient(self.name, gradient)
             else:
@@ -138,12 +140,17 @@ class LeafHook(WeakHook):
 
 
 class GradientWatch:
-    """Reports rank-local gradients while armed. The caller keeps it: hooks hold it weakly.
+    """Reports rank-local gradients while its hooks are installed. The caller keeps it: hooks hold it weakly.
 
-    `arm` may be called again at any time: parameters that were replaced or unfrozen meanwhile are then hooked too.
+    `install_hooks` may be called again at any time: parameters that were replaced or unfrozen meanwhile are then hooked
+    too.
+
+    Args:
+        wrapper: of the model.
+        on_gradient: called with each gradient, as the local tensor.
 
     Attributes:
-        on_gradient: is told of each gradient, as the local tensor; nobody is after `remove`.
+        on_gradient: the callback; a function that does nothing after `remove`.
     """
 
     def __init__(self, wrapper: Wrapper, on_gradient: OnGradient) -> None:
@@ -153,7 +160,7 @@ class GradientWatch:
         self._leaves: dict[str, tuple[torch.Tensor, RemovableHandle]] = {}
 
     def install_hooks(self) -> None:
-        """Put the hooks on; does nothing to those that are on."""
+        """Hook each parameter that has no hook yet; does nothing after `remove`."""
         if self.on_gradient is _nobody:
             return
         self._armed = True
@@ -161,24 +168,28 @@ class GradientWatch:
             self.hook_leaf(name, parameter)
 
     def remove_hooks(self) -> None:
-        """Take every hook off."""
+        """Take all hooks off; `install_hooks` may put them back."""
         self._armed = False
         for _, handle in self._leaves.values():
             handle.remove()
         self._leaves.clear()
 
     def remove(self) -> None:
-        """Take every hook off for good."""
+        """Take all hooks off for good and stop reporting."""
         self.remove_hooks()
         self.on_gradient = _nobody
 
     def report(self, name: str, gradient: torch.Tensor) -> None:
-        """Pass a gradient on, as the local tensor; called by the hooks."""
+        """Pass a gradient on as its local tensor, while hooks are installed; called by the hooks."""
         if self._armed:
             self.on_gradient(name, self._wrapper.local(gradient))
 
     def hook_leaf(self, name: str, parameter: torch.Tensor) -> None:
-        """Hook ``parameter`` unless it is hooked already or takes no gradient."""
+        """Hook ``parameter`` unless it is hooked already or takes no gradient.
+
+        A hook of another parameter under the same name is removed.
+        """
+        # FSDP2 makes its unsharded parameter in the first forward, and users unfreeze or replace parameters.
         hooked = self._leaves.get(name)
         if hooked is not None and hooked[0] is parameter:
             return
@@ -192,15 +203,15 @@ class GradientWatch:
 
 
 class Wrapper(ABC):
-    """What differs between a plain module, DDP, FSDP1 and FSDP2.
+    """The differences between a plain module, DDP, FSDP1 and FSDP2.
 
     Attributes:
         kind: ``plain``, ``ddp``, ``fsdp1`` or ``fsdp2``; for people and for dumps, never to be compared with.
         communicates: whether it reduces gradients over ranks.
-        is_sharded: whether a rank holds a part of the weights only, of which a replay on one rank makes whole ones
-            by wrapping the model in the same way over one rank. An unsharded one is replayed without its wrapper.
+        is_sharded: whether a rank holds only a part of the weights. A replay on one rank then wraps the model in the
+            same way over one rank; an unsharded model is replayed without its wrapper.
         hides_compiled_gradients: whether its hooks see no gradient under compiled autograd.
-        model: what the user calls.
+        model: what the training loop calls.
         root: the root module inside all shells.
     """
 
@@ -220,28 +231,28 @@ class Wrapper(ABC):
 
     @property
     def num_shards(self) -> int:
-        """Number of different shards."""
+        """Number of different shards; 1 where every rank holds the whole model."""
         return 1
 
     @property
     def replica_index(self) -> int:
-        """Which copy of its shard this rank holds."""
+        """Which copy of its shard this rank holds, from 0."""
         return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
     def named_modules(self) -> list[tuple[str, nn.Module]]:
-        """Modules with clean names, parents first; shells are left out, each module is there once, the root is ""."""
+        """Modules with clean names, parents first, each once; shells are left out, and the root is ""."""
         return [(name, module) for name, module in self._unique_paths() if inner_of(module) is None]
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters as the optimizer holds them, with clean names; tied ones once."""
+        """Parameters as the optimizer holds them, with clean names; tied ones once."""
         return self._tied_parameters()[0]
 
     def named_buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """Buffers with clean names, non-persistent ones too, those of the same memory once; read fresh at each call."""
+        """Buffers with clean names, non-persistent ones included, shared memory once; read anew at each call."""
         return self._tied_buffers()[0]
 
     def aliases(self) -> dict[str, str]:
-        """Further name -> kept name of tied parameters and buffers."""
+        """The further names of tied parameters and buffers, each with the name that `named_parameters` keeps."""
         return {**self._tied_parameters()[1], **self._tied_buffers()[1]}
 
     def owner_of(self, parameter_name: str) -> str:
@@ -249,10 +260,17 @@ class Wrapper(ABC):
         return parameter_name.rpartition(".")[0]
 
     def watch_local_gradients(self, on_gradient: OnGradient) -> GradientWatch:
-        """Report each parameter's gradient within the backward, before any communication, in every micro-batch.
+        """Report each parameter's gradient within backward, before any communication, in every micro-batch.
 
-        The result is armed; keep it, since hooks hold it weakly. Plain and DDP report what has accumulated in
-        ``.grad``, FSDP what this rank has accumulated since its last reduce or this backward's own gradient.
+        Plain and DDP report what has accumulated in ``.grad``; FSDP reports what this rank has accumulated since its
+        last reduce, or the gradient of this backward alone.
+
+        Args:
+            on_gradient: called with the clean name and the rank-local gradient.
+
+        Returns:
+            A watch with its hooks installed. Keep it, since the hooks hold it weakly.
+
         Host sync: none.
         """
         watch = GradientWatch(self, on_gradient)
@@ -261,32 +279,32 @@ class Wrapper(ABC):
 
     @abstractmethod
     def will_reduce(self) -> bool:
-        """Whether the backward now running communicates gradients."""
+        """Whether the backward that is running now communicates gradients."""
 
     def pending_gradient_bytes(self) -> int | None:
-        """How many bytes of rank-local gradients may be kept until the callbacks of the backward run, unchanged.
+        """How many bytes of rank-local gradients may be kept until the callbacks at the end of backward, unchanged.
 
-        0 where they change before, None where they are kept anyway.
+        0 where gradients change before that; None, for no limit, where they stay in memory anyway.
         """
         return 0
 
     def group_ranks(self) -> list[int] | None:
-        """Global ranks that the wrapper communicates over; None where that is the user's own business."""
+        """Global ranks that the wrapper communicates over; None where it communicates with none by itself."""
         return None
 
     def refuse_join(self) -> None:  # noqa: B027  # nothing to refuse but for DDP
-        """Refuse a forward in which the wrapper shadows the communication of ranks that have run out of data.
+        """Refuse a forward inside DDP's ``join``, which shadows only DDP's communication for ranks without data.
 
         Raises:
             ValueError: inside DDP's ``join``.
         """
 
     def scaler_class(self) -> type[GradScaler]:
-        """The GradScaler with which all ranks skip the same steps."""
+        """The GradScaler class with which all ranks skip the same steps."""
         return GradScaler
 
     def find_gathered(self) -> Callable[[torch.Tensor], str | None] | None:
-        """Finds the name of a parameter in memory that comes and goes within a step; None where none does."""
+        """A function that names a parameter by memory that exists only within a step; None where there is none."""
         return None
 
     def overwrites_buffers(self) -> bool:
@@ -294,26 +312,26 @@ class Wrapper(ABC):
         return False
 
     def leaves(self) -> list[tuple[str, torch.Tensor]]:
-        """Parameters whose own ``.grad`` is rank-local when it has accumulated."""
+        """Parameters whose own ``.grad`` is rank-local when it has accumulated, by clean name."""
         return list(self.named_parameters())
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The plain local tensor of a parameter, a gradient or an optimizer state tensor, without communication."""
+        """The plain local tensor of a parameter, a gradient or an optimizer state tensor. Does not communicate."""
         if isinstance(tensor, DTensor):
-            tensor = tensor._local_tensor  # what `to_local` gives without grad mode, less a parameter made around it
+            tensor = tensor._local_tensor  # as `to_local` without grad mode, which makes a parameter around it
         return tensor.detach() if tensor.requires_grad else tensor
 
     def shards(
         self, prefix: str, name: str, parameter: torch.Tensor, tensor: torch.Tensor, suffix: str = ""
     ) -> list[TensorShard]:
-        """The pieces of ``tensor`` that this rank holds, named ``prefix + original parameter name + suffix``.
+        """The shards of ``tensor`` that this rank holds, named ``prefix + original parameter name + suffix``.
 
         Args:
-            prefix: begins the name of each piece, such as ``optim.0.``.
+            prefix: begins the name of each shard, such as ``optim.0.``.
             name: name of the parameter in `named_parameters`.
             parameter: that parameter.
             tensor: the parameter, its gradient or an optimizer state tensor of the same (local) shape.
-            suffix: ends the name of each piece, such as ``.exp_avg``.
+            suffix: ends the name of each shard, such as ``.exp_avg``.
 
         Raises:
             ValueError: the shape of ``tensor`` does not tell which part of the parameter it belongs to.
@@ -324,7 +342,7 @@ class Wrapper(ABC):
         return [TensorShard.whole(full_name, tensor)] if tensor.numel() else []
 
     def all_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """True shape and dtype of every original parameter, also of those that this rank holds nothing of."""
+        """True shape and dtype of every original parameter, also of those of which this rank holds nothing."""
         return {name: (tuple(parameter.shape), parameter.dtype) for name, parameter in self.named_parameters()}
 
     def describe(self) -> dict[str, Any]:
@@ -341,12 +359,12 @@ class Wrapper(ABC):
         }
 
     def free(self) -> None:
-        """Let go of the gradients, and of what a model that is no longer used would keep of its parameters."""
+        """Release the gradients, and the memory that parameters would keep after the model is no longer used."""
         for _, parameter in self.named_parameters():
             parameter.grad = None
 
     def own_parameters(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-        """Attribute names and parameters of ``module`` itself."""
+        """Attribute names and parameters of ``module`` itself, not of its children."""
         return ((name, parameter) for name, parameter in module._parameters.items() if parameter is not None)
 
     def _unique_paths(self) -> Iterator[tuple[str, nn.Module]]:
@@ -380,8 +398,9 @@ class Wrapper(ABC):
         return list(kept.values()), aliases
 
     def _memory_of(self, tensor: torch.Tensor) -> object:
-        """What two tensors share if and only if they are the same memory, read the same way."""
+        """A key that two tensors share if and only if they are the same memory, read the same way."""
         local = self.local(tensor)
+        # These have no address of their own: `data_ptr` is 0 or raises.
         if local.layout is not torch.strided or local.numel() == 0 or local.is_meta:
             return id(tensor)
         return local.data_ptr(), local.dtype, tuple(local.shape), tuple(local.stride())
@@ -394,7 +413,7 @@ class ShardedWrapper(Wrapper):
 
     @abstractmethod
     def _position(self) -> tuple[int, int, int]:
-        """Shard index, number of shards, replica index."""
+        """Shard index, number of shards and replica index of this rank."""
 
     @property
     def shard_index(self) -> int:
@@ -408,12 +427,16 @@ class ShardedWrapper(Wrapper):
 
     @property
     def replica_index(self) -> int:
-        """Rank among those that hold the same shard (HSDP), 0 where every shard is there once."""
+        """Rank among those that hold the same shard (HSDP); 0 where every shard exists once."""
         return self._position()[2]
 
 
 def dtensor_shards(name: str, parameter: torch.Tensor, tensor: torch.Tensor) -> list[TensorShard]:
-    """The local part of a DTensor, or of a plain tensor that lies like the DTensor ``parameter``; none where empty."""
+    """The local part of a DTensor, or of a plain tensor laid out like the DTensor ``parameter``; [] where it is empty.
+
+    Raises:
+        ValueError: the local shapes differ, or a placement is partial.
+    """
     layout = tensor if isinstance(tensor, DTensor) else parameter
     assert isinstance(layout, DTensor)
     with torch.no_grad():
@@ -427,7 +450,7 @@ def dtensor_shards(name: str, parameter: torch.Tensor, tensor: torch.Tensor) -> 
 
 
 def dtensor_shard(name: str, layout: DTensor, local: torch.Tensor) -> list[TensorShard]:
-    """``local`` placed where this rank's part of ``layout`` lies."""
+    """The shard that ``local`` is of a tensor distributed like ``layout``; [] where it is empty."""
     shape = tuple(layout.shape)
     if local.numel() == 0:
         return []

@@ -1,4 +1,4 @@
-"""`DistributedDataParallel`."""
+"""The wrapper of `DistributedDataParallel`, and how to wrap a module in it again."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from .base import Wrapper, dtype_name, dtype_named, inner_of
 _HOOKS = {hook.__name__: hook for hook in (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook)}
 _HOOKS["bf16_compress_hook"] = default_hooks.bf16_compress_hook
 _FLAGS = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph", "skip_all_reduce_unused_params")
+# Options differ between releases of torch; those that the installed one does not know are left out.
 _SIGNATURE = inspect.signature(DistributedDataParallel.__init__).parameters
 _BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _SIGNATURE else "broadcast_buffers"
 
 
 class DDPWrapper(Wrapper):
-    """A module in DDP, compiled or not."""
+    """A module in DDP, compiled or not, before or after DDP."""
 
     kind: ClassVar[str] = "ddp"
     hides_compiled_gradients: ClassVar[bool] = True
@@ -41,14 +42,17 @@ class DDPWrapper(Wrapper):
         return dist.get_rank(self._ddp.process_group)
 
     def will_reduce(self) -> bool:
-        """Whether the last forward made DDP ready to reduce.
+        """Whether the last forward prepared DDP to reduce in backward; False where the group is of one rank.
 
         ``no_sync`` counts where the forward runs, not the backward.
         """
         return bool(self._ddp.require_forward_param_sync) and self._ddp.process_group.size() > 1
 
     def pending_gradient_bytes(self) -> int | None:
-        """DDP reduces copies of them, unless they are views into its buckets, and puts the means back at the end."""
+        """None: DDP reduces copies of the gradients and puts the means back when backward ends.
+
+        0 where gradients are views of its buckets, or under its mixed precision: these change during backward.
+        """
         ddp = self._ddp
         is_view = ddp.gradient_as_bucket_view or bool(getattr(ddp, "_delay_all_reduce_params", ()))
         return 0 if is_view or ddp.mixed_precision is not None else None
@@ -58,7 +62,11 @@ class DDPWrapper(Wrapper):
         return dist.get_process_group_ranks(self._ddp.process_group)
 
     def refuse_join(self) -> None:
-        """Refuse ``with model.join():``; see `Wrapper.refuse_join`."""
+        """Refuse a forward inside ``with model.join():``.
+
+        Raises:
+            ValueError: DDP's ``join`` is active.
+        """
         if self._ddp._join_config.enable:
             raise ValueError(
                 "model.join() shadows DDP's communication only: a rank that ran out of data would miss the verdict "
@@ -70,7 +78,7 @@ class DDPWrapper(Wrapper):
         return self.replica_index != 0 and bool(self._ddp.will_sync_module_buffers())  # type: ignore[no-untyped-call]
 
     def describe(self) -> dict[str, Any]:
-        """Also the options of DDP, and its comm hook where that is one of torch's stateless ones."""
+        """As `Wrapper.describe`, with DDP's options, comm hooks and mixed precision."""
         ddp = self._ddp
         options: dict[str, Any] = {name: bool(getattr(ddp, name)) for name in _FLAGS if hasattr(ddp, name)}
         options["forward_sync_buffers"] = bool(getattr(ddp, _BUFFERS))
@@ -83,11 +91,18 @@ class DDPWrapper(Wrapper):
 def wrap(
     module: nn.Module, description: dict[str, Any], group: ProcessGroup | None, mesh: DeviceMesh | None
 ) -> nn.Module:
-    """``module`` in DDP with the recorded options.
+    """``module`` in DDP with the recorded options, and with its comm hooks if they are stateless ones of torch.
+
+    Args:
+        module: a plain module.
+        description: what `DDPWrapper.describe` gave.
+        group: process group; None for the default group, or that of ``mesh``.
+        mesh: device mesh, used where ``group`` is None.
 
     Collective: those of DDP's constructor (parameter shapes, then weights and buffers from rank 0).
     """
     options = dict(description["options"])
+    # Recorded under one name, whichever torch recorded it.
     options[_BUFFERS] = options.pop("forward_sync_buffers")
     if description["mixed_precision"] is not None:
         options["mixed_precision"] = _MixedPrecision(

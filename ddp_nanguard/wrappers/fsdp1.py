@@ -1,9 +1,9 @@
 """FSDP1: `torch.distributed.fsdp.FullyShardedDataParallel`.
 
 [Note: FSDP1 gradients] Each forward cuts new views out of the gathered flat parameter, and autograd sends each view its
-gradient; hooks of original and flat parameters see only what the reduce has left. So each forward hooks its views,
-in a forward pre-hook of the module that FSDP calls. A unit that is called twice has two sets of views, each of which
-gets its own part of the gradient.
+gradient; hooks of original and flat parameters see only what the reduce has left. So each forward hooks its views, in a
+forward pre-hook of the module that FSDP calls. A unit that is called twice has two sets of views, each of which gets
+its own part of the gradient.
 
 [Note: flat ranges] A rank holds one range of the flat parameter, hence of each original parameter a flat range that may
 be empty. With ``use_orig_params`` the optimizer holds these ranges, without it the range of the flat parameter.
@@ -45,7 +45,14 @@ _FLAGS = ("keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_
 
 @dataclass(frozen=True)
 class Original:
-    """An original parameter: the ``index``-th in a flat parameter, as attribute ``attribute`` of ``module``."""
+    """An original parameter within a flat parameter.
+
+    Attributes:
+        handle: of the flat parameter.
+        index: position in the flat parameter.
+        module: the module that has it.
+        attribute: its name in that module.
+    """
 
     handle: FlatParamHandle
     index: int
@@ -54,12 +61,12 @@ class Original:
 
     @property
     def flat(self) -> FlatParameter:
-        """The flat parameter."""
+        """The flat parameter that holds it."""
         return self.handle.flat_param
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The true shape."""
+        """The shape that the parameter had before it was flattened."""
         return tuple(self.flat._shapes[self.index])
 
 
@@ -80,37 +87,38 @@ class FSDP1Wrapper(ShardedWrapper):
         self._originals, self._original_aliases = self._name_originals()
 
     def aliases(self) -> dict[str, str]:
-        """See `Wrapper.aliases`."""
+        """As `Wrapper.aliases`, with tied parameters that FSDP manages."""
         return {**super().aliases(), **self._original_aliases}
 
     def watch_local_gradients(self, on_gradient: OnGradient) -> GradientWatch:
-        """See `Wrapper.watch_local_gradients` and [Note: FSDP1 gradients]."""
+        """As `Wrapper.watch_local_gradients`; the views of each forward are hooked, see [Note: FSDP1 gradients]."""
         watch = FSDP1Watch(self, on_gradient)
         watch.install_hooks()
         return watch
 
     def scaler_class(self) -> type[GradScaler]:
-        """A plain one looks at this rank's shard alone, so that ranks would skip apart."""
+        """`ShardedGradScaler`: a plain one checks this rank's shard alone, so that ranks would skip different steps."""
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler  # seldom needed
 
         return ShardedGradScaler
 
     def will_reduce(self) -> bool:
-        """Whether any unit reduces, see ``no_sync``."""
+        """Whether any unit over more than one rank reduces; none does under ``no_sync``."""
         return any(unit._sync_gradients and _num_ranks(unit) > 1 for unit in self.units)
 
     def leaves(self) -> list[tuple[str, torch.Tensor]]:
-        """Parameters that FSDP ignores."""
+        """The parameters that FSDP ignores, which it neither flattens nor reduces."""
         return [(name, parameter) for name, parameter in self.named_parameters() if self._is_ignored(name, parameter)]
 
     def originals_of(self, unit: FullyShardedDataParallel) -> list[tuple[str, Original]]:
-        """The parameters that ``unit`` gathers, by kept name."""
+        """The original parameters that ``unit`` gathers, by clean name."""
         return [(name, original) for name, original in self._originals.items() if original.handle is unit._handle]
 
     def own_parameters(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-        """As the optimizer holds them, also while the module holds views of gathered ones."""
+        """Parameters as the optimizer holds them, also while the module holds views of the gathered ones."""
         managed = self._by_module.get(module, {})
         for attribute, original in managed.items():
+            # None without use_orig_params, where the optimizer holds the flat parameter itself.
             if original.flat._params is not None:
                 yield attribute, original.flat._params[original.index]
         yield from ((name, p) for name, p in super().own_parameters(module) if name not in managed)
@@ -118,7 +126,7 @@ class FSDP1Wrapper(ShardedWrapper):
     def shards(
         self, prefix: str, name: str, parameter: torch.Tensor, tensor: torch.Tensor, suffix: str = ""
     ) -> list[TensorShard]:
-        """See `Wrapper.pieces` and [Note: flat ranges]: one flat range per original parameter."""
+        """As `Wrapper.shards`, one flat range per original parameter, see [Note: flat ranges]."""
         if name in self._originals:
             return _range_of_one(f"{prefix}{name}{suffix}", self._originals[name], tensor)
         if not hasattr(parameter, "_is_flat_param"):
@@ -128,12 +136,12 @@ class FSDP1Wrapper(ShardedWrapper):
         return [shard for n, o in originals for shard in _range_of_flat(f"{prefix}{n}{suffix}", o, local)]
 
     def all_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """See `Wrapper.all_shapes`."""
+        """As `Wrapper.all_shapes`: the shapes from before flattening."""
         originals = {name: (o.shape, o.handle._orig_param_dtype) for name, o in self._originals.items()}
         return {**originals, **{name: (tuple(p.shape), p.dtype) for name, p in self.leaves()}}
 
     def describe(self) -> dict[str, Any]:
-        """Also, per FSDP1 unit, parents first, its module and options."""
+        """As `Wrapper.describe`, with module and options of each FSDP1 unit, parents first, and ignored parameters."""
         names: dict[nn.Module, str] = {}
         for name, module in paths(self.model):
             names.setdefault(module, name)
@@ -141,7 +149,7 @@ class FSDP1Wrapper(ShardedWrapper):
         return {**super().describe(), "units": units, "ignored": [name for name, _ in self.leaves()]}
 
     def free(self) -> None:
-        """See `Wrapper.free`: flat parameters outlive their model, since autograd and they refer to each other."""
+        """As `Wrapper.free`; also frees flat parameters, which outlive their model in a cycle with autograd."""
         super().free()
         for unit in self.units:
             if unit._handle is not None:
@@ -162,11 +170,12 @@ class FSDP1Wrapper(ShardedWrapper):
 
     def _position(self) -> tuple[int, int, int]:
         found = {_position_of(unit, unit._handle) for unit in self.units if unit._handle is not None}
+        # Units over different groups: no two ranks hold the same bytes.
         return found.pop() if len(found) == 1 else (dist.get_rank(), dist.get_world_size(), 0)
 
 
 class ViewHook(WeakHook):
-    """Gradient hook of one view."""
+    """Gradient hook of one view of a flat parameter; reports to the watch."""
 
     __slots__ = ("name",)
 
@@ -175,7 +184,7 @@ class ViewHook(WeakHook):
         self.name = name
 
     def __call__(self, gradient: torch.Tensor) -> None:
-        """Report the view's gradient."""
+        """Report the gradient that autograd sends to the view."""
         if (watch := self.target()) is not None:
             watch.report(self.name, gradient)
 
@@ -190,14 +199,14 @@ class ViewsHook(WeakHook):
         self.position = position
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        """Hook the unit's views; nothing is to be seen in a forward without gradients."""
+        """Hook the unit's views; without grad mode there are no gradients to report."""
         watch = self.target()
         if watch is not None and torch.is_grad_enabled():
             watch.hook_views(self.position)
 
 
 class FSDP1Watch(GradientWatch):
-    """Hooks the views of each forward."""
+    """Hooks the views that each forward cuts out of the flat parameters, see [Note: FSDP1 gradients]."""
 
     def __init__(self, wrapper: FSDP1Wrapper, on_gradient: OnGradient) -> None:
         super().__init__(wrapper, on_gradient)
@@ -207,14 +216,14 @@ class FSDP1Watch(GradientWatch):
         self._views: dict[str, RemovableHandle] = {}
 
     def install_hooks(self) -> None:
-        """See `GradientWatch.arm`."""
+        """As `GradientWatch.install_hooks`; also hooks the forwards in which FSDP makes its views."""
         super().install_hooks()
         if self._armed and not self._pre_hooks:
             hooks = [(module, ViewsHook(self, position)) for position, module in enumerate(self._inner)]
             self._pre_hooks = [module.register_forward_pre_hook(hook) for module, hook in hooks]
 
     def remove_hooks(self) -> None:
-        """See `GradientWatch.disarm`."""
+        """As `GradientWatch.remove_hooks`, with the hooks of forwards and views."""
         super().remove_hooks()
         while self._pre_hooks:
             self._pre_hooks.pop().remove()
@@ -230,7 +239,7 @@ class FSDP1Watch(GradientWatch):
                 self._views[name] = view.register_hook(ViewHook(self, name))
 
     def _is_hooked(self, view: torch.Tensor) -> bool:
-        """Whether a recomputation comes with the views of the forward, which are hooked."""
+        """Whether a view has this watch's hook already: a recomputation meets the views of the forward."""
         hooks = (view._backward_hooks or {}).values()
         return any(isinstance(hook, ViewHook) and hook.target() is self for hook in hooks)
 
@@ -240,13 +249,20 @@ def wrap(
 ) -> nn.Module:
     """``module`` in FSDP1 units as described, children first.
 
-    Collective: making groups where the strategy is hybrid; FSDP1 itself does not communicate without
+    Args:
+        module: a plain module.
+        description: what `FSDP1Wrapper.describe` gave.
+        group: process group to shard over; None for the whole world.
+        mesh: device mesh to shard over; takes precedence over ``group``.
+
+    Collective: creating groups where the strategy is hybrid; FSDP1 itself does not communicate without
     ``sync_module_states``.
     """
     plain = PlainWrapper(module)
     modules, parameters = dict(plain.named_modules()), dict(plain.named_parameters())
     shared = {"ignored_states": [parameters[name] for name in description["ignored"]]} if description["ignored"] else {}
     place = _place(description["units"], group, mesh, next(module.parameters()).device)
+    # Children first, as FSDP1 demands: a unit flattens all parameters that no inner unit has taken.
     for unit in reversed(description["units"]):
         inner = modules[unit["module"]]
         outer = _wrap_unit(inner, unit, **place, **shared)
@@ -259,6 +275,7 @@ def wrap(
 def _wrap_unit(inner: nn.Module, unit: dict[str, Any], **place: Any) -> FullyShardedDataParallel:
     prefetch = unit["backward_prefetch"]
     with warnings.catch_warnings():
+        # Chosen on purpose for one rank, see `_strategy`.
         warnings.filterwarnings("ignore", "The `NO_SHARD` sharding strategy is deprecated", FutureWarning)
         return FullyShardedDataParallel(
             inner,
@@ -276,7 +293,7 @@ def _wrap_unit(inner: nn.Module, unit: dict[str, Any], **place: Any) -> FullySha
 def _strategy(
     recorded: str, process_group: Any = None, device_mesh: DeviceMesh | None = None, **_: Any
 ) -> ShardingStrategy:
-    """One rank cannot shard; FSDP would say so in a warning and do the same."""
+    """The recorded strategy; NO_SHARD on one rank, where FSDP would switch to it with a warning."""
     if device_mesh is not None:
         num_ranks = device_mesh.size()
     else:
@@ -287,7 +304,7 @@ def _strategy(
 def _place(
     units: list[dict[str, Any]], group: ProcessGroup | None, mesh: DeviceMesh | None, device: torch.device
 ) -> dict[str, Any]:
-    """Where to shard: over the mesh or group given, else over the world, cut in two where the strategy is hybrid."""
+    """Arguments that say where to shard: the mesh or group given, else the world, as a 2-D mesh if hybrid."""
     place: dict[str, Any] = {"device_id": device}
     world_size = dist.get_world_size()
     if mesh is not None:
@@ -303,6 +320,7 @@ def _place(
 
 
 def _replace(root: nn.Module, inner: nn.Module, outer: nn.Module) -> None:
+    # Listed first, since the loop changes the tree. ``outer`` keeps ``inner``, which it wraps.
     for _, parent in list(paths(root)):
         for attribute, child in parent._modules.items():
             if child is inner and parent is not outer:
@@ -310,7 +328,7 @@ def _replace(root: nn.Module, inner: nn.Module, outer: nn.Module) -> None:
 
 
 def _places(handle: FlatParamHandle | None) -> Iterator[tuple[nn.Module, str, Original]]:
-    """Where the original parameters of a flat parameter are, tied places included."""
+    """(module, attribute, original) for each original parameter of a flat parameter, tied ones included."""
     if handle is None:
         return
     found = {}
@@ -322,14 +340,14 @@ def _places(handle: FlatParamHandle | None) -> Iterator[tuple[nn.Module, str, Or
 
 
 def _range_of_one(name: str, original: Original, tensor: torch.Tensor) -> list[TensorShard]:
-    """The piece of a tensor that is this rank's range of one parameter; under NO_SHARD it is whole and in shape."""
+    """The shard that is this rank's range of one parameter; under NO_SHARD the whole parameter in its shape."""
     if tuple(tensor.shape) == original.shape and not original.handle.uses_sharded_strategy:
         return [TensorShard.whole(name, tensor)] if tensor.numel() else []
     return _shard_of(name, original, tensor)
 
 
 def _range_of_flat(name: str, original: Original, shard: torch.Tensor) -> list[TensorShard]:
-    """The piece of one parameter within a tensor that is this rank's range of the flat parameter."""
+    """The shard of one parameter within a tensor that is this rank's range of the flat parameter."""
     info = original.flat._shard_param_infos[original.index]
     if shard.shape != original.flat._sharded_size:
         raise ValueError(_unlike(name, shard, tuple(original.flat._sharded_size)))
@@ -358,14 +376,14 @@ def _unlike(name: str, tensor: torch.Tensor, expected: tuple[int, ...]) -> str:
 def _position_of(unit: FullyShardedDataParallel, handle: FlatParamHandle) -> tuple[int, int, int]:
     if not handle.uses_sharded_strategy:
         return 0, 1, dist.get_rank(unit.process_group)
-    inline_code = _group_between(unit)
-    replica = 0 if inline_code is None else dist.get_rank(inline_code)
+    replicas = _group_between(unit)
+    replica = 0 if replicas is None else dist.get_rank(replicas)
     return dist.get_rank(unit.process_group), dist.get_world_size(unit.process_group), replica
 
 
 def _num_ranks(unit: FullyShardedDataParallel) -> int:
-    inline_code = _group_between(unit)
-    return dist.get_world_size(unit.process_group) * (1 if inline_code is None else inline_code.size())
+    replicas = _group_between(unit)
+    return dist.get_world_size(unit.process_group) * (1 if replicas is None else replicas.size())
 
 
 def _group_between(unit: FullyShardedDataParallel) -> ProcessGroup | None:

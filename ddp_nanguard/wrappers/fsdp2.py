@@ -30,7 +30,7 @@ from .base import GradientWatch, OnGradient, ShardedWrapper, class_name, dtype_n
 from .plain import PlainWrapper
 
 PENDING_BYTES = 2**22
-"""Unsharded gradients kept at most until they are looked at together."""
+"""Unsharded gradients that are kept at most until they are reduced to slots together: 4 MiB."""
 
 
 class FSDP2Wrapper(ShardedWrapper):
@@ -48,17 +48,17 @@ class FSDP2Wrapper(ShardedWrapper):
         self.names = self._kept_names()
 
     def groups(self) -> Iterator[FSDPParamGroup]:
-        """Parameters that are gathered and reduced together."""
+        """The groups of parameters that are gathered and reduced together."""
         return (group for state in self.states for group in state._fsdp_param_groups)
 
     def watch_local_gradients(self, on_gradient: OnGradient) -> GradientWatch:
-        """See `Wrapper.watch_local_gradients` and [Note: FSDP2 gradients]."""
+        """As `Wrapper.watch_local_gradients`; unsharded parameters are hooked, see [Note: FSDP2 gradients]."""
         watch = FSDP2Watch(self, on_gradient)
         watch.install_hooks()
         return watch
 
     def find_gathered(self) -> Callable[[torch.Tensor], str | None]:
-        """See `Wrapper.find_gathered`: FSDP2 hands a parameter to its module whole, and frees it again."""
+        """As `Wrapper.find_gathered`: FSDP2 gathers a parameter into new memory for each use, and frees it again."""
         modules = self.named_modules()
 
         def name_of(tensor: torch.Tensor) -> str | None:
@@ -71,21 +71,21 @@ class FSDP2Wrapper(ShardedWrapper):
         return name_of
 
     def will_reduce(self) -> bool:
-        """Whether any group reduces, see `FSDPModule.set_requires_gradient_sync`."""
+        """Whether any group over more than one rank reduces, see `FSDPModule.set_requires_gradient_sync`."""
         return any(group.reduce_grads and group.mesh_info.mesh.size() > 1 for group in self.groups())
 
     def pending_gradient_bytes(self) -> int | None:
-        """FSDP2 reduces a copy and lets go of them: those that wait take memory of their own."""
+        """`PENDING_BYTES`: FSDP2 reduces a copy and frees the gradients, so those that are kept take memory."""
         return PENDING_BYTES
 
     def leaves(self) -> list[tuple[str, torch.Tensor]]:
-        """The unsharded parameters that exist so far, and parameters that FSDP ignores."""
+        """The unsharded parameters that exist so far, and the parameters that FSDP ignores."""
         unsharded = {name: getattr(param, "_unsharded_param", None) for param, name in self.names.items()}
         found = [(name, unsharded.get(name, parameter)) for name, parameter in self.named_parameters()]
         return [(name, tensor) for name, tensor in found if tensor is not None]
 
     def own_parameters(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-        """As the optimizer holds them, also while the module holds gathered ones."""
+        """Parameters as the optimizer holds them, also while the module holds gathered ones."""
         for name, parameter in super().own_parameters(module):
             managed = self._by_module.get(module, {}).get(name)
             if managed is not None and managed.sharded_state != ShardedState.SHARDED:
@@ -93,7 +93,7 @@ class FSDP2Wrapper(ShardedWrapper):
             yield name, parameter
 
     def describe(self) -> dict[str, Any]:
-        """Also the mesh, and per call of `fully_shard`, parents first, its modules and options."""
+        """As `Wrapper.describe`, with the mesh and, per call of `fully_shard`, modules and options, parents first."""
         managed = set(self.names.values())
         return {
             **super().describe(),
@@ -115,11 +115,8 @@ class FSDP2Wrapper(ShardedWrapper):
         infos = [group.mesh_info for group in self.groups()]
         found = {tuple(getattr(info, name, default) for name, default in _POSITION) for info in infos}
         if len(found) != 1 or any(param.is_dtensor for param in self.names):
-            return (
-                dist.get_rank(),
-                dist.get_world_size(),
-                0,
-            )  # several meshes or tensor parallel: no two ranks are alike
+            # several meshes or tensor parallel: no two ranks hold the same bytes
+            return dist.get_rank(), dist.get_world_size(), 0
         return found.pop()  # type: ignore[return-value]  # three integers
 
 
@@ -133,14 +130,14 @@ class GatheredHook(WeakHook):
 
     @_disable_dynamo  # traced, each parameter's name would compile it again; this one imports dynamo late
     def __call__(self, module: nn.Module, args: Any) -> None:
-        """Hook what the module has gathered; nothing is to be seen in a forward without gradients."""
+        """Hook the parameters that the module has gathered; without grad mode there are no gradients to report."""
         watch = self.target()
         if watch is not None and torch.is_grad_enabled():
             watch.hook_gathered(module)
 
 
 class FSDP2Watch(GradientWatch):
-    """Hooks the unsharded parameters as they come into being."""
+    """Hooks each unsharded parameter in the first forward after it was made, see [Note: FSDP2 gradients]."""
 
     def __init__(self, wrapper: FSDP2Wrapper, on_gradient: OnGradient) -> None:
         super().__init__(wrapper, on_gradient)
@@ -152,13 +149,13 @@ class FSDP2Watch(GradientWatch):
         self._pre_hooks: list[RemovableHandle] = []
 
     def install_hooks(self) -> None:
-        """See `GradientWatch.arm`."""
+        """As `GradientWatch.install_hooks`; also hooks the forwards that gather parameters."""
         super().install_hooks()
         if self._armed and not self._pre_hooks:
             self._pre_hooks = [module.register_forward_pre_hook(GatheredHook(self)) for module in self._params]
 
     def remove_hooks(self) -> None:
-        """See `GradientWatch.disarm`."""
+        """As `GradientWatch.remove_hooks`, with the hooks of forwards."""
         super().remove_hooks()
         while self._pre_hooks:
             self._pre_hooks.pop().remove()
@@ -181,12 +178,19 @@ def wrap(
 ) -> nn.Module:
     """``module`` sharded in place as described, children first.
 
-    Collective: making the mesh's groups where HSDP needs some; `fully_shard` itself does not communicate.
+    Args:
+        module: a plain module.
+        description: what `FSDP2Wrapper.describe` gave.
+        group: process group to shard over, used where ``mesh`` is None.
+        mesh: device mesh to shard over; None for the recorded one over the present world.
+
+    Collective: creating the mesh's groups where HSDP needs some; `fully_shard` itself does not communicate.
     """
     mesh = mesh or _mesh_like(description["mesh"], _device_type(module), group)
     modules = dict(PlainWrapper(module).named_modules())
     parameters = dict(PlainWrapper(module).named_parameters())
     ignored = {parameters[name] for name in description["ignored"]}
+    # Children first, as `fully_shard` demands: it takes all parameters that no inner call has taken.
     for unit in reversed(description["units"]):
         _shard([modules[name] for name in unit["modules"]], unit, mesh, ignored, parameters)
     return module
@@ -199,6 +203,7 @@ def _shard(
     ignored: set[nn.Parameter],
     parameters: dict[str, nn.Parameter],
 ) -> None:
+    # Parameters that are not listed are sharded over dim 0, the default.
     dims = {id(parameters[name]): dim for name, dim in unit["shard_dims"].items()}
     fully_shard(
         modules if len(modules) > 1 else modules[0],
@@ -229,7 +234,7 @@ def _first_names(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def _original_class(module: nn.Module) -> type:
-    """The class that `fully_shard` derived from."""
+    """The class of a module before `fully_shard` replaced it with a derived one."""
     if isinstance(module, FSDPModule):
         return type(module).__mro__[module._orig_cls_mro_index]
     return type(module)
@@ -265,7 +270,7 @@ def _describe_reshard(state: FSDPState) -> bool | int | None:
 
 
 def _reshard(recorded: bool | int | None, mesh: DeviceMesh) -> bool | int | None:
-    """A world of another size may not divide by the recorded number."""
+    """The recorded argument, or True where the present mesh cannot be divided by the recorded number."""
     if recorded is None or isinstance(recorded, bool):
         return recorded
     return recorded if mesh.size(-1) % recorded == 0 and recorded < mesh.size(-1) else True
@@ -288,7 +293,7 @@ def _describe_mesh(meshes: list[DeviceMesh]) -> dict[str, Any] | None:
 
 
 def _mesh_like(recorded: dict[str, Any] | None, device_type: str, group: ProcessGroup | None) -> DeviceMesh:
-    """The recorded mesh over the present world; another world size keeps the shard size where that divides it."""
+    """The recorded mesh over the present world; a world of another size keeps the shard size where that divides it."""
     if group is not None:
         return DeviceMesh.from_group(group, device_type)
     world_size, shape = dist.get_world_size(), tuple(recorded["shape"]) if recorded else (1,)

@@ -1,4 +1,4 @@
-"""GradScaler: the verdict on entry to ``scaler.step``, and a scaler that stays legal after a skipped step.
+"""GradScaler: the verdict on entry to ``scaler.step``, and a scaler that stays consistent after a skipped step.
 
 [Note: skipping under a scaler]
 ``scaler.step`` may never call ``optimizer.step``, so the verdict cannot wait for it. After a skip the scaler must
@@ -23,16 +23,17 @@ BeforeStep = Callable[[torch.optim.Optimizer], bool]
 
 
 class ScalerState(Protocol):
-    """A scaler, or what it was in an earlier step."""
+    """A scaler as it is now, or as it was in an earlier step."""
 
     def state(self) -> dict[str, Any]:
         """Scale and growth tracker as plain numbers. Host sync: two; fault path only."""
 
 
 class WatchedScaler:
-    """A scaler whose ``step`` asks first, once `watch` was called; `close` puts its own ``step`` back.
+    """A scaler whose ``step`` calls ``before_step`` first, from `watch` until `close`.
 
     Attributes:
+        scaler: the scaler.
         is_inside: whether ``scaler.step`` is running, which calls ``optimizer.step`` itself.
     """
 
@@ -43,17 +44,18 @@ class WatchedScaler:
         self._before_step: BeforeStep | None = None
 
     def watch(self, before_step: BeforeStep) -> None:
-        """From now on ``scaler.step`` begins with ``before_step``."""
+        """From now on call ``before_step`` on entry to ``scaler.step``, and skip the step where it returns False."""
         self._before_step = before_step
         self.scaler.step = _Step(self)  # type: ignore[method-assign]  # on the instance, as documented
 
     def close(self) -> None:
-        """The scaler has its own ``step`` again."""
+        """Give the scaler its own ``step`` back."""
         self._before_step = None
+        # The attribute of the instance hides the method of the class.
         self.scaler.__dict__.pop("step", None)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """``scaler.step`` with the verdict before it."""
+        """``scaler.step`` with the verdict before it; returns None where the step is skipped."""
         if self._before_step is not None and not self._before_step(optimizer):
             self._mark_stepped(optimizer)
             return None
@@ -69,25 +71,28 @@ class WatchedScaler:
         return scale
 
     def snapshot(self) -> ScalerSnapshot:
-        """The scaler as it is now, for a step whose verdict comes later. Host sync: none."""
+        """Scale and growth tracker as they are now, for a step whose verdict comes later. Host sync: none."""
         scale, tracker = self.scaler._scale, self.scaler._growth_tracker
         tensors = None if scale is None or tracker is None else (scale.clone(), tracker.clone())
         return ScalerSnapshot(self.scaler, tensors)
 
     def state(self) -> dict[str, Any]:
-        """See `ScalerState`."""
+        """Scale and growth tracker as plain numbers. Host sync: two; fault path only."""
         return dict(self.scaler.state_dict())
 
     def new_window(self) -> None:
-        """The next skip is a new one."""
+        """Begin a new step: the next skip takes the growth tracker back again."""
         self._skipped_since_update = False
 
     def _mark_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         state = self.scaler._per_optimizer_states[id(optimizer)]
         scale = self.scaler._scale
         if scale is not None:
+            # `update` raises where no found_inf is recorded, and lowers the scale where one is set.
             state["found_inf_per_device"] = {scale.device: torch.zeros((), dtype=torch.float32, device=scale.device)}
         state["stage"] = OptState.STEPPED
+        # Once per `update`: with several optimizers ``scaler.step`` is skipped several times, and `update` counts one
+        # step.
         if not self._skipped_since_update and self.scaler._growth_tracker is not None:
             self.scaler._growth_tracker -= 1  # update() counts this step as a good one
         self._skipped_since_update = True
@@ -97,7 +102,7 @@ class ScalerSnapshot:
     """Scale and growth tracker of an earlier step.
 
     Args:
-        scaler: whose they were.
+        scaler: the scaler that they belong to.
         tensors: scale, float32, and tracker, int32, both of shape () on the scaler's device; None before its first use.
     """
 
@@ -106,14 +111,14 @@ class ScalerSnapshot:
         self._tensors = tensors
 
     def restore(self) -> None:
-        """Write them back into the scaler."""
+        """Write scale and tracker back into the scaler. Host sync: none."""
         scale, tracker = self._scaler._scale, self._scaler._growth_tracker
         if self._tensors is not None and scale is not None and tracker is not None:
             scale.copy_(self._tensors[0])
             tracker.copy_(self._tensors[1])
 
     def state(self) -> dict[str, Any]:
-        """See `ScalerState`."""
+        """The scaler's state with the scale and tracker of that step. Host sync: two; fault path only."""
         state = dict(self._scaler.state_dict())
         if self._tensors is not None:
             scale, tracker = self._tensors
@@ -141,8 +146,12 @@ def _own_step(scaler: GradScaler) -> Any:
 def require_fitting_scaler(scaler: object, wrapper: Wrapper) -> GradScaler | None:
     """The scaler to watch; None where there is none or it is disabled.
 
+    Args:
+        scaler: what the user gave.
+        wrapper: of the model; it decides which scaler class is needed.
+
     Raises:
-        ValueError: no GradScaler, or one with which the wrapper's ranks would skip apart.
+        ValueError: it is not a GradScaler, or the ranks would skip different steps with it.
     """
     if scaler is None:
         return None

@@ -1,4 +1,4 @@
-"""A module that nothing wraps: one process, or parallelism that happens outside the module."""
+"""A model without a wrapper: one process, or parallelism that happens outside the module."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class PlainWrapper(Wrapper):
     communicates: ClassVar[bool] = False
 
     def will_reduce(self) -> bool:
-        """Never: nothing here communicates."""
+        """Always False: a plain module does not communicate."""
         return False
 
     def pending_gradient_bytes(self) -> int | None:
-        """They stay unless there is somebody that hooks of the user's own could communicate with."""
+        """None in a world of one rank, else 0: hooks of the user may communicate and change the gradients."""
         return 0 if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 else None
 
 
 def wrap(
     module: nn.Module, description: dict[str, Any], group: ProcessGroup | None, mesh: DeviceMesh | None
 ) -> nn.Module:
-    """``module`` itself."""
+    """Return ``module`` itself; the other arguments are those that all wrappers take."""
     return module

@@ -14,7 +14,7 @@ from .base import Wrapper
 
 
 def weights(wrapper: Wrapper) -> tuple[list[TensorShard], dict[str, Tensor]]:
-    """This rank's parts of the weights, and by name those tensors that cannot be cut."""
+    """This rank's shards of the weights, and by name the tensors that cannot be stored as shards."""
     shards: list[TensorShard] = []
     special: dict[str, Tensor] = {}
     for name, parameter in wrapper.named_parameters():
@@ -30,14 +30,14 @@ def add_tensor(
     tensor: Tensor,
     cut: Callable[[], list[TensorShard]],
 ) -> None:
-    """Add what ``cut`` gives of a tensor, or the tensor itself where it cannot be cut.
+    """Add the shards that ``cut`` gives of a tensor, or the tensor itself where it has none.
 
     Args:
-        shards: gets this rank's parts.
-        special: gets tensors that are sparse, quantised or nested, or whose shape tells no part of a parameter.
+        shards: gets this rank's shards.
+        special: gets tensors that are sparse, quantised or nested, or whose shape matches no part of a parameter.
         name: under which it is dumped.
-        tensor: a parameter, a gradient or a piece of optimizer state.
-        cut: gives its parts on this rank; a ValueError says that there are none.
+        tensor: a parameter, a gradient or an optimizer state tensor.
+        cut: gives its shards on this rank; raises a ValueError where there are none.
     """
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         special[name] = tensor.detach()

@@ -1,7 +1,7 @@
-"""Why a value went bad: one sentence from a closed list, or "unknown". A wrong reason is worse than none.
+"""Why a value became non-finite: one sentence from a closed list, or "unknown". A wrong reason is worse than none.
 
-Each rule is a small function over the facts that gives a `Reason` only where its evidence holds for every element
-that is hit. `RULES` is the one place that says in which order they are asked; the first that answers is believed.
+Each rule is a small function over the facts that gives a `Reason` only where its evidence holds for every element that
+is hit. `RULES` is the one place that fixes the order in which they are asked; the first answer is taken.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RULES: tuple[Rule, ...] = (
     outside.state_bad,
     outside.bad_input,
     outside.uninitialised,
-    # a selection or a mask says more than the operator that it spoils
+    # a selection or a mask says more than the operator that made a NaN of it
     numbers.masked_row,
     domain.where_trap,
     domain.edge_of_derivative,
@@ -48,20 +48,18 @@ REASON_KINDS = (
 
 
 def reason_for(facts: TraceFacts) -> Reason:
-    """The first rule's answer, or "unknown" with what is known."""
+    """The answer of the first rule that has one, else "unknown" with what is known."""
     for rule in RULES:
         found = rule(facts)
         if found is not None:
             return found
-    first_nonfinite_op = facts.first_nonfinite_op
-    if first_nonfinite_op is None:
+    op = facts.first_nonfinite_op
+    if op is None:
         return Reason("unknown", "no rule fits what is known")
-    if first_nonfinite_op.outside:
-        sentence = (
-            f"{at(first_nonfinite_op)} took in a value from before the step that is no parameter, buffer or batch item"
-        )
+    if op.outside:
+        sentence = f"{at(op)} took in a value from before the step that is no parameter, buffer or batch item"
         return Reason("unknown", sentence)
-    return Reason("unknown", f"{first_nonfinite_op.operator} made it in {at(first_nonfinite_op)}; no rule says why")
+    return Reason("unknown", f"{op.operator} made it in {at(op)}; no rule says why")
 
 
 __all__ = ["REASON_KINDS", "RULES", "Reason", "TraceFacts", "reason_for"]

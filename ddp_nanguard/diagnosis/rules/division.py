@@ -1,4 +1,4 @@
-"""Division by zero, and zero times infinity."""
+"""Rules for a division by zero and for zero times infinity."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _PRODUCTS = {"mul", "mm", "bmm", "addmm", "matmul", "baddbmm", "dot", "mv", "lin
 
 
 def division_by_zero(facts: TraceFacts) -> Reason | None:
-    """A division whose divisor is exactly zero wherever its result is not finite."""
-    first_nonfinite_op = facts.first_nonfinite_op
-    if first_nonfinite_op is None or is_derivative(first_nonfinite_op) or not is_division_by_zero(first_nonfinite_op):
+    """A division whose divisor is exactly zero wherever its result is not finite.
+
+    The sentence names the reduction that the divisor came from, and the classes that the batch lacks, where they are
+    known.
+    """
+    op = facts.first_nonfinite_op
+    if op is None or is_derivative(op) or not is_division_by_zero(op):
         return None
-    divisor = operand(first_nonfinite_op, 0 if first_nonfinite_op.base == "reciprocal" else 1)
-    what = "0/0" if first_nonfinite_op.kind == "nan" else "x/0"
+    divisor = operand(op, 0 if op.base == "reciprocal" else 1)
+    what = "0/0" if op.kind == "nan" else "x/0"
     zero, absent = _zeros(divisor), None
-    origin = _origin(facts, first_nonfinite_op, divisor)
+    origin = _origin(facts, op, divisor)
     text = f"the divisor is 0{zero}"
-    evidence = [
-        f"{first_nonfinite_op.num_hit} of {first_nonfinite_op.output.numel} elements"
-        if first_nonfinite_op.output is not None
-        else ""
-    ]
+    evidence = [f"{op.num_hit} of {op.output.numel} elements" if op.output is not None else ""]
     if origin is not None:
         text = f"the divisor, a {origin.operator}{_over(facts, origin)}, is 0{zero}"
         evidence.append(_origin_text(origin))
@@ -40,16 +40,19 @@ def division_by_zero(facts: TraceFacts) -> Reason | None:
     if absent is not None:
         text += f": {absent[0]}"
         evidence.append(absent[1])
-    return Reason("division by zero", f"{what} in {at(first_nonfinite_op)}: {text}", tuple(e for e in evidence if e))
+    return Reason("division by zero", f"{what} in {at(op)}: {text}", tuple(e for e in evidence if e))
 
 
 def is_derivative(event: Event) -> bool:
-    """Whether autograd's own formula ran, and no backward code of the user's."""
+    """Whether autograd's own formula ran: in backward, with none of the user's code on the stack."""
     return event.phase == "backward" and not event.lines
 
 
 def is_division_by_zero(event: Event) -> bool:
-    """Whether every bad element of an operator's output stands over a zero divisor and under a finite number."""
+    """Whether every bad element of an operator's output has a zero divisor and a finite dividend.
+
+    For "nan" the dividend must be zero, else non-zero; integer division and remainders take any finite one.
+    """
     mask = hits(event)
     if mask is None or event.base not in {*_DIVISIONS, "reciprocal"}:
         return False
@@ -62,7 +65,7 @@ def is_division_by_zero(event: Event) -> bool:
 
 
 def _zeros(divisor: Any) -> str:
-    """Where the divisor is zero, in its own shape."""
+    """The indices at which the divisor is zero, in its own shape and without dims of length 1."""
     if not isinstance(divisor, Tensor) or divisor.numel() == 1:
         return ""
     where = (divisor == 0).nonzero().tolist()
@@ -77,13 +80,9 @@ def _without_ones(index: list[int], shape: torch.Size) -> Any:
     return kept[0] if len(kept) == 1 else tuple(kept)
 
 
-def _origin(facts: TraceFacts, first_nonfinite_op: Event, divisor: Any) -> DivisorSource | None:
+def _origin(facts: TraceFacts, op: Event, divisor: Any) -> DivisorSource | None:
     trace = facts.traced.trace if facts.traced is not None else None
-    return (
-        trace.divisor_origins.get(first_nonfinite_op.order)
-        if trace is not None and isinstance(divisor, Tensor)
-        else None
-    )
+    return trace.divisor_origins.get(op.order) if trace is not None and isinstance(divisor, Tensor) else None
 
 
 def _over(facts: TraceFacts, origin: DivisorSource) -> str:
@@ -106,7 +105,7 @@ def _origin_text(origin: DivisorSource) -> str:
 
 
 def _absent(facts: TraceFacts, divisor: Tensor, origin: DivisorSource) -> tuple[str, str] | None:
-    """Whether the zeros stand at class numbers that the batch's labels lack."""
+    """The text and the evidence if the divisor is zero exactly at the class numbers that the batch's labels lack."""
     traced = facts.traced
     zero = [index[0] for index in (divisor.reshape(-1) == 0).nonzero().tolist()]
     if traced is None or divisor.numel() < 2 or origin.dims != (0,) or not zero or len(zero) > 8:
@@ -117,6 +116,7 @@ def _absent(facts: TraceFacts, divisor: Tensor, origin: DivisorSource) -> tuple[
         present = set(tensor.reshape(-1).tolist())
         if tensor.shape[0] != traced.batch_size or min(present) < 0 or max(present) >= divisor.numel():
             continue
+        # Exactly the complement: integers that merely lack some of these numbers need not be labels.
         if not present & set(zero) and present == set(range(divisor.numel())) - set(zero):
             name = f"class {zero[0]} is" if len(zero) == 1 else f"classes {listed(zero, 5)} are"
             return f"{name} absent in this batch", f"batch{path_text(path)} has no {listed(zero, 5)}"
@@ -124,24 +124,13 @@ def _absent(facts: TraceFacts, divisor: Tensor, origin: DivisorSource) -> tuple[
 
 
 def zero_times_infinity(facts: TraceFacts) -> Reason | None:
-    """A product of a zero and an infinity that is a constant, a mask, or was made by the code on purpose."""
-    first_nonfinite_op = facts.first_nonfinite_op
-    mask = hits(first_nonfinite_op) if first_nonfinite_op is not None else None
-    if (
-        first_nonfinite_op is None
-        or mask is None
-        or first_nonfinite_op.kind != "nan"
-        or first_nonfinite_op.base not in _PRODUCTS
-    ):
+    """A product in which one factor is zero and the other infinite wherever the result is NaN."""
+    op = facts.first_nonfinite_op
+    mask = hits(op) if op is not None else None
+    if op is None or mask is None or op.kind != "nan" or op.base not in _PRODUCTS:
         return None
-    one, other = operand(first_nonfinite_op, 0), operand(first_nonfinite_op, 1)
+    one, other = operand(op, 0), operand(op, 1)
     for zero, infinite in ((one, other), (other, one)):
-        if (
-            first_nonfinite_op.base == "mul"
-            and all_at_hits(zero, mask, is_zero)
-            and all_at_hits(infinite, mask, torch.isinf)
-        ):
-            return Reason(
-                "0*inf", f"0 times infinity in {at(first_nonfinite_op)}", (f"{first_nonfinite_op.num_hit} elements",)
-            )
+        if op.base == "mul" and all_at_hits(zero, mask, is_zero) and all_at_hits(infinite, mask, torch.isinf):
+            return Reason("0*inf", f"0 times infinity in {at(op)}", (f"{op.num_hit} elements",))
     return None

@@ -1,4 +1,4 @@
-"""Functions at the edge of their domain: of the value, of the derivative, and of a derivative nobody asked for."""
+"""Rules for functions at the edge of their domain: the value, its derivative, and the untaken branch of a ``where``."""
 
 from __future__ import annotations
 
@@ -57,35 +57,34 @@ _DERIVATIVES = {
     "Exp": "the derivative of exp is infinite where exp overflowed",
 }
 
+# Nodes whose backward sends an exact 0 to the elements that were not selected.
 _SELECTS = ("WhereBackward", "MaskedFillBackward", "IndexBackward", "MaskedSelectBackward", "MaskedScatterBackward")
 
 
 def edge_of_domain(facts: TraceFacts) -> Reason | None:
-    """log, sqrt, pow, acos ... of a number for which they have no finite value."""
-    first_nonfinite_op = facts.first_nonfinite_op
-    mask = hits(first_nonfinite_op) if first_nonfinite_op is not None else None
-    if first_nonfinite_op is None or mask is None or is_derivative(first_nonfinite_op):
+    """log, sqrt, pow and the like of a number for which they have no finite value."""
+    op = facts.first_nonfinite_op
+    mask = hits(op) if op is not None else None
+    if op is None or mask is None or is_derivative(op):
         return None
-    name = _edge_name(first_nonfinite_op, mask)
+    name = _edge_name(op, mask)
     if name is None:
         return None
-    found = at_hits(operand(first_nonfinite_op, 0), mask)
+    found = at_hits(operand(op, 0), mask)
     value = f", such as {found[0].item():.3g}" if found is not None and found.numel() and found[0] != 0 else ""
-    evidence = (f"{first_nonfinite_op.num_hit} of {mask.numel()} elements{value}",)
-    return Reason("edge of domain", f"{name} in {at(first_nonfinite_op)}", evidence)
+    evidence = (f"{op.num_hit} of {mask.numel()} elements{value}",)
+    return Reason("edge of domain", f"{name} in {at(op)}", evidence)
 
 
-def _edge_name(first_nonfinite_op: Event, mask: Tensor) -> str | None:
-    if first_nonfinite_op.base == "pow":
-        return _edge_of_pow(first_nonfinite_op, mask)
-    value = operand(first_nonfinite_op, 0)
-    return next(
-        (name for name, test in _EDGES.get(first_nonfinite_op.base, []) if all_at_hits(value, mask, test)), None
-    )
+def _edge_name(op: Event, mask: Tensor) -> str | None:
+    if op.base == "pow":
+        return _edge_of_pow(op, mask)
+    value = operand(op, 0)
+    return next((name for name, test in _EDGES.get(op.base, []) if all_at_hits(value, mask, test)), None)
 
 
-def _edge_of_pow(first_nonfinite_op: Event, mask: Tensor) -> str | None:
-    base, exponent = operand(first_nonfinite_op, 0), operand(first_nonfinite_op, 1)
+def _edge_of_pow(op: Event, mask: Tensor) -> str | None:
+    base, exponent = operand(op, 0), operand(op, 1)
     if all_at_hits(base, mask, is_zero) and all_at_hits(exponent, mask, lambda x: x < 0):
         return "0 to a negative power"
     if all_at_hits(base, mask, lambda x: x < 0) and all_at_hits(exponent, mask, lambda x: x != torch.round(x)):
@@ -93,27 +92,21 @@ def _edge_of_pow(first_nonfinite_op: Event, mask: Tensor) -> str | None:
     return None
 
 
-# -- in backward
-# ------------------------------------------------------------------------------------------------------------------
+# -- in backward -------------------------------------------------------------------------------------------------------
 
 
 def edge_of_derivative(facts: TraceFacts) -> Reason | None:
-    """The value is finite, its derivative is not."""
-    first_nonfinite_op = facts.first_nonfinite_op
-    if (
-        first_nonfinite_op is None
-        or not is_derivative(first_nonfinite_op)
-        or first_nonfinite_op.node is None
-        or not _is_singular(first_nonfinite_op)
-    ):
+    """The value is finite, its derivative is not: the singular operator ran inside autograd's own formula."""
+    op = facts.first_nonfinite_op
+    if op is None or not is_derivative(op) or op.node is None or not _is_singular(op):
         return None
-    text = _DERIVATIVES.get(_node_name(first_nonfinite_op.node))
+    text = _DERIVATIVES.get(_node_name(op.node))
     if text is None:
         return None
     return Reason(
         "edge of domain",
-        f"{text}: {at(first_nonfinite_op)}",
-        (f"{first_nonfinite_op.num_hit} elements, in {first_nonfinite_op.node}",),
+        f"{text}: {at(op)}",
+        (f"{op.num_hit} elements, in {op.node}",),
     )
 
 
@@ -146,7 +139,7 @@ def _times_zero(event: Event, mask: Tensor) -> bool:
 
 
 def where_trap(facts: TraceFacts) -> Reason | None:
-    """A branch that ``where`` did not take: its gradient is exactly 0, its derivative is not finite."""
+    """The untaken branch of a ``where``: it gets a gradient of exactly 0, and 0 times an infinite derivative is NaN."""
     traced = facts.traced
     event = next((e for e in facts.path if e.phase == "backward" and e.category == "birth" and e.kind == "nan"), None)
     if traced is None or event is None or event.sequence is None or not _is_zero_gradient(event):
@@ -174,12 +167,13 @@ def _is_zero_gradient(event: Event) -> bool:
 
 
 def _selector(traced: Traced, sequence: int) -> str | None:
-    """The selecting node that a node's value went through, within a few steps of the graph."""
+    """The selecting node through which the node ``sequence`` is reached within 6 edges; None if there is none."""
     queue: deque[tuple[Any, tuple[str, int] | None]] = deque()
     seen: set[tuple[int, bool]] = set()
     queue.extend((loss.grad_fn, None) for loss in traced.losses if loss.grad_fn is not None)
     while queue:
         node, selected = queue.popleft()
+        # Once with and once without a selector above it: a node may be reached both ways.
         if (id(node), selected is not None) in seen:
             continue
         seen.add((id(node), selected is not None))

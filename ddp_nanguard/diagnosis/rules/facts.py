@@ -1,4 +1,4 @@
-"""What the rules look at, and what they give."""
+"""The facts that the rules decide on, and access to the values of an event."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .report_rules import Reason, ReportFacts
 
 @dataclass
 class TraceFacts(ReportFacts):
-    """What is known of a fault, with what its replay showed.
+    """What is known of a fault, with what its replay and its trace showed.
 
     Attributes:
         traced: the traced step, None where it was not run.
         outcome: of the plain replay (``same``, ``not_reproduced``, ...), None where it was not run.
-        differs: what was not as recorded in the replay.
+        differs: what differed from the record in the replay.
         was_compiled: whether torch.compile had compiled the model in training.
     """
 
@@ -32,12 +32,12 @@ class TraceFacts(ReportFacts):
 
     @property
     def first_nonfinite_op(self) -> Event | None:
-        """The birth, where its values were kept or it took a value from outside."""
+        """The event where the fault's value began; None without a trace, or where no operator leads to the fault."""
         return self.traced.first_nonfinite_op if self.traced is not None else None
 
     @property
     def path(self) -> list[Event]:
-        """From the birth to the fault."""
+        """The events from `first_nonfinite_op` to the fault, both included; empty without a trace."""
         return self.traced.path if self.traced is not None else []
 
 
@@ -53,19 +53,24 @@ def at(event: Event) -> str:
 
 
 def hits(event: Event) -> Tensor | None:
-    """Which elements of a birth's output are of its kind."""
+    """Marks the elements of an event's output that are of its kind: bool; None where its values were not kept."""
     return None if event.made is None else hit_mask(event.made.output, event.kind)
 
 
 def operand(event: Event, index: int) -> Any:
-    """An argument of a birth by position, None where there is none."""
+    """A positional argument of an event; None where there is none or its values were not kept."""
     if event.made is None or index >= len(event.made.args):
         return None
     return event.made.args[index]
 
 
 def at_hits(value: Any, mask: Tensor) -> Tensor | None:
-    """Elements of an operand, broadcast, where the output is hit; None where the shapes do not fit."""
+    """The elements of an operand, broadcast to the output, where the output is hit; None where the shapes do not fit.
+
+    Args:
+        value: a tensor or a number; anything else gives None.
+        mask: from `hits`, on the device of the output.
+    """
     tensor = torch.as_tensor(value, dtype=torch.float64) if isinstance(value, (int, float)) else value
     if not isinstance(tensor, Tensor):
         return None
@@ -76,13 +81,13 @@ def at_hits(value: Any, mask: Tensor) -> Tensor | None:
 
 
 def all_at_hits(value: Any, mask: Tensor, test: Any) -> bool:
-    """Whether a test holds for every element of an operand that is under a hit."""
+    """Whether ``test`` holds for every element of an operand where the output is hit; False without any."""
     found = at_hits(value, mask)
     return found is not None and found.numel() > 0 and bool(test(found).all())
 
 
 def is_zero(value: Tensor) -> Tensor:
-    """Exactly zero."""
+    """Marks the elements that are exactly zero: bool."""
     return value == 0
 
 

@@ -1,4 +1,4 @@
-"""Reasons that lie in the job, not in one operator: hyper-parameters, updates, communication, growth, chance."""
+"""Reasons that lie in the job, not in one operator: the update, communication, growth, compiled code, chance."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .numbers import is_overflow
 
 
 def scale_collapse(facts: TraceFacts) -> Reason | None:
-    """A scaler has halved its scale for too long."""
+    """A GradScaler has halved its scale in too many steps in a row."""
     found = why.scale_collapse(facts)
     if found is None or facts.first_nonfinite_op is None:
         return found
@@ -22,7 +22,7 @@ def scale_collapse(facts: TraceFacts) -> Reason | None:
 
 
 def compiled_kernel(facts: TraceFacts) -> Reason | None:
-    """Bad where torch.compile's code runs, finite where the same step runs eagerly."""
+    """The step failed where torch.compile's code ran, and is finite when it runs eagerly."""
     traced = facts.traced
     if traced is None or not facts.was_compiled or traced.target or traced.first_nonfinite_op is not None:
         return None
@@ -38,7 +38,7 @@ def compiled_kernel(facts: TraceFacts) -> Reason | None:
 
 
 def not_reproduced(facts: TraceFacts) -> Reason | None:
-    """The same step was finite this time."""
+    """The same step was finite when it was run again."""
     if facts.first_nonfinite_op is not None:
         return None
     if not facts.outcome:
@@ -53,7 +53,7 @@ def not_reproduced(facts: TraceFacts) -> Reason | None:
 
 
 def _chance(in_place: SecondRun | None) -> str:
-    """A step that went bad twice where it ran is no matter of chance."""
+    """What to suspect; a step that failed twice where it ran did not fail by chance."""
     if in_place is not None and in_place.outcome == "same":
         return "it went bad twice where it ran, so suspect that device, its software, or code that has changed"
     return why.CHANCE
@@ -61,25 +61,21 @@ def _chance(in_place: SecondRun | None) -> str:
 
 def update_overflow(facts: TraceFacts) -> Reason | None:
     """Finite gradients, non-finite weights: an eps that vanishes in the dtype, or an overflow in the update."""
-    first_nonfinite_op, origin = facts.first_nonfinite_op, facts.origin
+    op, origin = facts.first_nonfinite_op, facts.origin
     found = why.update_overflow(facts)
-    if found is not None or first_nonfinite_op is None or first_nonfinite_op.phase != "update":
+    if found is not None or op is None or op.phase != "update":
         return found
     if origin is None or origin.phase is not Phase.OPTIMIZER or origin.layer is None:
         return None
     return Reason(
         "update overflow",
-        f"{first_nonfinite_op.operator} of the update made {KIND_WORDS[first_nonfinite_op.kind]} in {origin.slot}",
+        f"{op.operator} of the update made {KIND_WORDS[op.kind]} in {origin.slot}",
     )
 
 
 def growth(facts: TraceFacts) -> Reason | None:
     """The values grew over the last steps until one overflowed."""
-    first_nonfinite_op = facts.first_nonfinite_op
-    if first_nonfinite_op is None:
+    op = facts.first_nonfinite_op
+    if op is None:
         return why.growth(facts)
-    return (
-        why.growth(facts, why.MIN_TOTAL, (f"then overflow in {at(first_nonfinite_op)}",))
-        if is_overflow(first_nonfinite_op)
-        else None
-    )
+    return why.growth(facts, why.MIN_TOTAL, (f"then overflow in {at(op)}",)) if is_overflow(op) else None

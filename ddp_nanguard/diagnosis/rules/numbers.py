@@ -1,4 +1,4 @@
-"""Too large, too few, all masked: overflow, empty reductions, softmax over nothing."""
+"""Rules for overflow, for reductions over nothing, and for softmax rows without any score."""
 
 from __future__ import annotations
 
@@ -33,18 +33,14 @@ def masked_row(facts: TraceFacts) -> Reason | None:
 
 
 def _masked(rows: list[Any], facts: TraceFacts) -> tuple[str, ...]:
-    first_nonfinite_op = facts.first_nonfinite_op
-    made = (
-        f"-inf made by {first_nonfinite_op.operator} at {first_nonfinite_op.line.place()}"
-        if first_nonfinite_op is not None and first_nonfinite_op.line
-        else ""
-    )
+    op = facts.first_nonfinite_op
+    made = f"-inf made by {op.operator} at {op.line.place()}" if op is not None and op.line else ""
     told = f"rows without any score: {listed(rows, 5)}"
-    return (told, made) if made and first_nonfinite_op is not None and first_nonfinite_op.kind == "-inf" else (told,)
+    return (told, made) if made and op is not None and op.kind == "-inf" else (told,)
 
 
 def _masked_rows(event: Event) -> list[Any]:
-    """Indices, without the softmax dim, of the rows that are all -inf and NaN afterwards."""
+    """Indices, without the softmax dim, of the rows that are all -inf before and NaN after."""
     scores, mask = operand(event, 0), hits(event)
     if not isinstance(scores, Tensor) or mask is None or scores.shape != mask.shape or not scores.dim():
         return []
@@ -62,7 +58,7 @@ def _masked_rows(event: Event) -> list[Any]:
 
 
 def _is_less_its_maximum(scores: Tensor, subtracted: Any) -> bool:
-    """A softmax by hand: ``x - x.amax(-1, keepdim=True)``."""
+    """Whether this is the subtraction of a hand-written softmax, ``x - x.amax(-1, keepdim=True)``."""
     if not isinstance(subtracted, Tensor) or scores.shape[-1] < 2:
         return False
     largest = scores.amax(-1, keepdim=True)
@@ -70,63 +66,58 @@ def _is_less_its_maximum(scores: Tensor, subtracted: Any) -> bool:
 
 
 def empty_reduction(facts: TraceFacts) -> Reason | None:
-    """A mean over nothing, a variance of one value, a loss whose labels are all ignored."""
-    first_nonfinite_op = facts.first_nonfinite_op
-    if first_nonfinite_op is None or first_nonfinite_op.made is None or first_nonfinite_op.kind != "nan":
+    """A mean over nothing, a variance of one value, or a loss whose labels are all ignored."""
+    op = facts.first_nonfinite_op
+    if op is None or op.made is None or op.kind != "nan":
         return None
-    value = operand(first_nonfinite_op, 0)
-    if first_nonfinite_op.base == "mean" and isinstance(value, Tensor) and value.numel() == 0:
-        return Reason(
-            "empty reduction", f"mean over nothing in {at(first_nonfinite_op)}", (f"shape {tuple(value.shape)}",)
-        )
-    if first_nonfinite_op.base in {"var", "std", "var_mean", "std_mean"}:
-        return _one_value(first_nonfinite_op)
-    return _all_ignored(first_nonfinite_op) if first_nonfinite_op.base.startswith("nll_loss") else None
+    value = operand(op, 0)
+    if op.base == "mean" and isinstance(value, Tensor) and value.numel() == 0:
+        return Reason("empty reduction", f"mean over nothing in {at(op)}", (f"shape {tuple(value.shape)}",))
+    if op.base in {"var", "std", "var_mean", "std_mean"}:
+        return _one_value(op)
+    return _all_ignored(op) if op.base.startswith("nll_loss") else None
 
 
-def _one_value(first_nonfinite_op: Event) -> Reason | None:
-    assert first_nonfinite_op.made is not None
-    value, output = first_nonfinite_op.made.args[0], first_nonfinite_op.made.output
+def _one_value(op: Event) -> Reason | None:
+    assert op.made is not None
+    value, output = op.made.args[0], op.made.output
     count = value.numel() // max(output.numel(), 1)
-    correction = first_nonfinite_op.made.kwargs.get("correction", 1)
+    correction = op.made.kwargs.get("correction", 1)
     if correction is None or count > correction:
         return None
-    text = f"{first_nonfinite_op.base} over {count} value{'s' if count != 1 else ''} in {at(first_nonfinite_op)}"
+    text = f"{op.base} over {count} value{'s' if count != 1 else ''} in {at(op)}"
     return Reason("empty reduction", text, (f"shape {tuple(value.shape)}, correction {correction}",))
 
 
-def _all_ignored(first_nonfinite_op: Event) -> Reason | None:
+def _all_ignored(op: Event) -> Reason | None:
     target, weight, ignored = (
-        operand(first_nonfinite_op, 1),
-        operand(first_nonfinite_op, 2),
-        operand(first_nonfinite_op, 4),
+        operand(op, 1),
+        operand(op, 2),
+        operand(op, 4),
     )
     if not isinstance(target, Tensor):
         return None
     if bool((target == ignored).all()):
-        text = f"all labels are ignored in {at(first_nonfinite_op)}: the mean is over nothing"
+        text = f"all labels are ignored in {at(op)}: the mean is over nothing"
         return Reason("empty reduction", text, (f"{target.numel()} labels, every one {ignored}",))
     if isinstance(weight, Tensor) and bool((weight[target[target != ignored]] == 0).all()):
-        text = f"every label of the batch has weight 0 in {at(first_nonfinite_op)}: the mean is over nothing"
+        text = f"every label of the batch has weight 0 in {at(op)}: the mean is over nothing"
         return Reason("empty reduction", text)
     return None
 
 
-# -- overflow
-# ---------------------------------------------------------------------------------------------------------------------
+# -- overflow ----------------------------------------------------------------------------------------------------------
 
 
 def overflow(facts: TraceFacts) -> Reason | None:
-    """Finite numbers whose result the dtype cannot hold; the operator is computed again in wider ones."""
-    first_nonfinite_op = facts.first_nonfinite_op
-    if first_nonfinite_op is None or not is_overflow(first_nonfinite_op) or first_nonfinite_op.output is None:
+    """Finite numbers whose result the dtype cannot hold; the operator is called again in wider dtypes."""
+    op = facts.first_nonfinite_op
+    if op is None or not is_overflow(op) or op.output is None:
         return None
-    dtype = first_nonfinite_op.output.dtype
-    answers = [(name, _again(first_nonfinite_op, wider)) for name, wider in _wider(dtype)]
+    dtype = op.output.dtype
+    answers = [(name, _again(op, wider)) for name, wider in _wider(dtype)]
     stays = next(((name, largest) for name, largest in answers if largest is not None), None)
-    largest = max(
-        (abs(v) for o in first_nonfinite_op.inputs for v in (o.minimum, o.maximum) if v is not None), default=0.0
-    )
+    largest = max((abs(v) for o in op.inputs for v in (o.minimum, o.maximum) if v is not None), default=0.0)
     evidence = [f"largest number that went in: {largest:.4g}"]
     limit = f"{dtype} ends at {torch.finfo(getattr(torch, dtype)).max:.4g}"
     if stays is not None:
@@ -135,11 +126,11 @@ def overflow(facts: TraceFacts) -> Reason | None:
     else:
         verdict = "it overflows in float64 too"
         evidence.append(limit)
-    return Reason("overflow", f"{dtype} overflow in {at(first_nonfinite_op)}: {verdict}", tuple(evidence))
+    return Reason("overflow", f"{dtype} overflow in {at(op)}: {verdict}", tuple(evidence))
 
 
 def is_overflow(event: Event) -> bool:
-    """Whether finite inputs gave a number too large for the dtype, which was tried in float64."""
+    """Whether finite inputs gave a number too large for the dtype; the operator is called again in float64."""
     if event.made is None or event.category != "birth" or any(o.kind is not None for o in event.inputs):
         return False
     stays_finite = _again(event, torch.float64) is not None
@@ -164,7 +155,7 @@ def _wider(dtype: str) -> list[tuple[str, torch.dtype]]:
 
 
 def _again(event: Event, dtype: torch.dtype) -> float | None:
-    """The largest absolute value of the operator's output in another dtype, None where it is not finite there."""
+    """The largest absolute value of the output in ``dtype``; None where it is not finite or the call fails."""
     assert event.made is not None
     made = event.made
     args = [_cast(value, dtype) for value in made.args]
@@ -177,7 +168,7 @@ def _again(event: Event, dtype: torch.dtype) -> float | None:
     if not isinstance(output, Tensor) or output.dtype != dtype or quick_kind(output) is not None:
         return None
     if any(quick_kind(tensor) for tensor in tensors_of([*args, *kwargs.values()])):
-        return None  # what it writes in place
+        return None  # an in-place operator leaves its result in an argument
     return output.abs().max().item() if output.numel() else 0.0
 
 

@@ -1,4 +1,4 @@
-"""Values that no operator of the step made: a batch, a weight, memory that nobody wrote, a number of the code."""
+"""Rules for values that no operator of the step made: a batch item, a weight, unwritten memory, a literal number."""
 
 from __future__ import annotations
 
@@ -17,30 +17,24 @@ from .facts import Reason, TraceFacts, at
 
 def state_bad(facts: TraceFacts) -> Reason | None:
     """A parameter, buffer or optimizer state was non-finite before the step."""
-    first_nonfinite_op = facts.first_nonfinite_op
-    if first_nonfinite_op is None:
+    op = facts.first_nonfinite_op
+    if op is None:
         return why.state(facts)
-    names = (
-        []
-        if _is_mask(first_nonfinite_op)
-        else [name for name in first_nonfinite_op.outside if name and not _is_other(name)]
-    )
+    names = [] if _is_mask(op) else [name for name in op.outside if name and not _is_other(name)]
     if not names:
         return None
-    inputs = {o.name: o for o in first_nonfinite_op.inputs if o.name in names}
+    inputs = {o.name: o for o in op.inputs if o.name in names}
     counts = [
         f"{name}: {o.num_nan} NaN, {o.num_inf} +Inf, {o.num_neg_inf} -Inf of {o.numel}" for name, o in inputs.items()
     ]
-    kind = first_nonfinite_op.kind if not inputs else next(iter(inputs.values())).kind or first_nonfinite_op.kind
+    kind = op.kind if not inputs else next(iter(inputs.values())).kind or op.kind
     return why.bad_state(facts, names, KIND_WORDS[kind], tuple(counts))
 
 
-def _is_mask(first_nonfinite_op: Event) -> bool:
-    """Whether what came from outside is only -inf, which is legal, and the operator made more of it."""
-    from_outside = [
-        o.kind for o in first_nonfinite_op.inputs if o.name in first_nonfinite_op.outside or (o.name is None and o.kind)
-    ]
-    return first_nonfinite_op.category == "birth" and all(kind in (None, "-inf") for kind in from_outside)
+def _is_mask(op: Event) -> bool:
+    """Whether only -inf came from outside, which is legal in a mask, and the operator made NaN or +Inf of it."""
+    from_outside = [o.kind for o in op.inputs if o.name in op.outside or (o.name is None and o.kind)]
+    return op.category == "birth" and all(kind in (None, "-inf") for kind in from_outside)
 
 
 def _is_other(name: str) -> bool:
@@ -48,53 +42,47 @@ def _is_other(name: str) -> bool:
 
 
 def is_batch(name: str) -> bool:
-    """Whether a name of `StorageTracker` is a path in the batch."""
+    """Whether a name given to `StorageTracker` is a path in the batch."""
     return name == "batch" or name.startswith("batch[")
 
 
 def bad_input(facts: TraceFacts) -> Reason | None:
-    """The batch held a non-finite value that the fault comes from."""
-    first_nonfinite_op, traced = facts.first_nonfinite_op, facts.traced
+    """The batch held a non-finite value, and the fault comes from it."""
+    op, traced = facts.first_nonfinite_op, facts.traced
     if traced is None:
         return why.bad_input(facts)
-    if first_nonfinite_op is None or _is_mask(first_nonfinite_op):
+    if op is None or _is_mask(op):
         return None
-    names = [name for name in first_nonfinite_op.outside if is_batch(name)]
+    names = [name for name in op.outside if is_batch(name)]
     named = {name: torch.from_numpy(array) for name, array in batch_arrays(traced.batch).items()}
     named |= batch_tensors(traced.batch)
     name = next((name for name in names if name in named), None)
     if name is None:
         return None
-    taken = f"first taken in by {at(first_nonfinite_op)}"
+    taken = f"first taken in by {at(op)}"
     return why.bad_item(name, named[name], traced.batch, traced.batch_size, taken)
 
 
 def uninitialised(facts: TraceFacts) -> Reason | None:
-    """Memory that was never written was read."""
-    first_nonfinite_op = facts.first_nonfinite_op
-    name = (
-        next((n for n in first_nonfinite_op.outside if n.startswith("uninitialised memory")), None)
-        if first_nonfinite_op is not None
-        else None
-    )
-    if first_nonfinite_op is None or name is None:
+    """Memory was read that no operator had written."""
+    op = facts.first_nonfinite_op
+    name = next((n for n in op.outside if n.startswith("uninitialised memory")), None) if op is not None else None
+    if op is None or name is None:
         return None
-    return Reason("uninitialised memory", f"{name} was read in {at(first_nonfinite_op)} before it was written")
+    return Reason("uninitialised memory", f"{name} was read in {at(op)} before it was written")
 
 
 def constant(facts: TraceFacts) -> Reason | None:
-    """The code itself writes a non-finite number there, or one that the batch holds."""
-    first_nonfinite_op = facts.first_nonfinite_op
-    if first_nonfinite_op is None or first_nonfinite_op.category != "constant":
+    """The code itself wrote a non-finite number, or one that the batch holds as a Python float."""
+    op = facts.first_nonfinite_op
+    if op is None or op.category != "constant":
         return None
     leaves = batch_leaves(facts.traced.batch) if facts.traced is not None else []
     bad = [path for path, leaf in leaves if isinstance(leaf, float) and not math.isfinite(leaf)]
     if bad:
         return Reason(
             "bad input",
-            f"batch{path_text(bad[0])} holds {KIND_WORDS[first_nonfinite_op.kind]}",
-            (f"written in {at(first_nonfinite_op)}",),
+            f"batch{path_text(bad[0])} holds {KIND_WORDS[op.kind]}",
+            (f"written in {at(op)}",),
         )
-    return Reason(
-        "constant", f"the code itself writes {KIND_WORDS[first_nonfinite_op.kind]} in {at(first_nonfinite_op)}"
-    )
+    return Reason("constant", f"the code itself writes {KIND_WORDS[op.kind]} in {at(op)}")

@@ -1,6 +1,6 @@
-"""Why a value went bad, as far as the report, the history and the batch tell: nothing is run for it.
+"""Why a value became non-finite, as far as the report, the history and the batch tell. Nothing is run.
 
-Each rule gives a `Reason` only where its evidence holds; `replay.reasons` has more of them, which look at a trace.
+Each rule gives a `Reason` only where its evidence holds. The rules beside this module also look at a trace.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ History = Mapping[str, np.ndarray[Any, Any]]
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a value went bad.
+    """Why a value became non-finite.
 
     Attributes:
-        kind: from the closed list of `replay.reasons.KINDS`.
-        sentence: one, without a full stop.
-        evidence: what it rests on.
+        kind: one of `ddp_nanguard.diagnosis.rules.REASON_KINDS`.
+        sentence: one sentence, without a full stop.
+        evidence: the observations that it rests on.
     """
 
     kind: str
@@ -47,11 +47,11 @@ class Reason:
 
     @property
     def text(self) -> str:
-        """The sentence with its kind before it."""
+        """The sentence, with its kind before it."""
         return self.sentence if self.sentence.startswith(f"{self.kind}:") else f"{self.kind}: {self.sentence}"
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready data."""
+        """Kind, sentence and evidence as JSON-ready data."""
         return {"kind": self.kind, "sentence": self.sentence, "evidence": list(self.evidence)}
 
 
@@ -60,11 +60,11 @@ class ReportFacts:
     """What is known of a fault without running its step.
 
     Attributes:
-        report: of the dump; None where there is none.
-        histories: rank -> arrays of ``history.npz``.
-        optimizers: class and groups, as in the dump's ``state.json``.
-        dtypes: dtype of each parameter.
-        batch: of the origin's micro-batch, None where it is not at hand.
+        report: the dump's report, None where there is none.
+        histories: arrays of ``history.npz`` by rank.
+        optimizers: class and groups of each optimizer, as in the dump's ``state.json``.
+        dtypes: dtype of each parameter by clean name, as in "float32".
+        batch: of the origin's micro-batch; None where it is not needed or cannot be read.
     """
 
     report: FaultReport | None = None
@@ -75,17 +75,17 @@ class ReportFacts:
 
     @property
     def origin(self) -> Site | None:
-        """The origin of the report."""
+        """The site where the fault began; None without a report, or where the report names none."""
         return self.report.origin if self.report is not None else None
 
 
 def reason_of(known: ReportFacts) -> Reason | None:
-    """The answer of the first rule that has one."""
+    """The answer of the first rule in `RULES` that has one, or None."""
     return next((found for rule in RULES if (found := rule(known)) is not None), None)
 
 
 def hyper_parameter(known: ReportFacts) -> Reason | None:
-    """A learning rate or the like is not a number."""
+    """A hyper-parameter of the optimizer, such as the learning rate, is not finite."""
     origin = known.origin
     if origin is None or origin.phase is not Phase.OPTIMIZER or origin.layer is not None:
         return None
@@ -93,7 +93,7 @@ def hyper_parameter(known: ReportFacts) -> Reason | None:
 
 
 def finite_in_place(known: ReportFacts) -> Reason | None:
-    """The step was run once more where it had failed, and was finite."""
+    """The step was run again where it had failed, before the dump, and was finite."""
     again = known.report.rerun if known.report is not None else None
     if again is None or again.outcome != "finite":
         return None
@@ -105,7 +105,7 @@ CHANCE = "nondeterminism, dirty memory or the device's hardware"
 
 
 def scale_collapse(known: ReportFacts) -> Reason | None:
-    """A scaler has halved its scale for too long."""
+    """A GradScaler has halved its scale in too many steps in a row."""
     report = known.report
     if report is None or not report.cause.startswith("scale collapse"):
         return None
@@ -124,7 +124,14 @@ def state(known: ReportFacts) -> Reason | None:
 
 
 def bad_state(known: ReportFacts, names: list[str], kind: str, counts: tuple[str, ...] = ()) -> Reason:
-    """What is said of state that was bad; ``counts``: evidence on it."""
+    """The reason for state that was non-finite before the step.
+
+    Args:
+        known: facts of the report.
+        names: the tensors that were non-finite.
+        kind: of what they held, in words.
+        counts: evidence on each of them.
+    """
     when = "before any training" if known.report is not None and known.report.step == 0 else "before the step"
     damaged = list(known.report.nonfinite_state) if known.report is not None else []
     evidence = [*counts, *([f"damaged: {listed(damaged, 8)}"] if damaged else [])]
@@ -132,7 +139,7 @@ def bad_state(known: ReportFacts, names: list[str], kind: str, counts: tuple[str
 
 
 def bad_input(known: ReportFacts) -> Reason | None:
-    """The batch held a non-finite value that the fault comes from."""
+    """The batch held a non-finite value, and the fault comes from it."""
     origin = known.origin
     if origin is None or origin.phase is not Phase.INPUT:
         return None
@@ -147,14 +154,14 @@ def bad_input(known: ReportFacts) -> Reason | None:
 
 
 def bad_item(name: str, tensor: Tensor, batch: Any, size: int | None, taken_by: str | None = None) -> Reason | None:
-    """Which samples of a batch item are bad; None where it is finite by now.
+    """Which samples of a batch item are non-finite; None where it is finite by now.
 
     Args:
-        name: ``batch["x"]``.
+        name: path of the item, such as ``batch["x"]``.
         tensor: the item, dense.
         batch: the whole batch, for what else it says about the samples.
-        size: number of samples.
-        taken_by: evidence on who met it first.
+        size: number of samples, None where unknown.
+        taken_by: evidence on which operator read it first.
     """
     bad = nonfinite(tensor)
     if not bool(bad.any()):
@@ -169,7 +176,7 @@ def bad_item(name: str, tensor: Tensor, batch: Any, size: int | None, taken_by: 
 
 
 def _ids(batch: Any, rows: list[int], name: str) -> list[str]:
-    """What else the batch says about the samples: strings and whole numbers, one per sample."""
+    """What else the batch says about the samples: strings and integers, one per sample; at most four texts."""
     if not rows:
         return []
     found = []
@@ -194,13 +201,14 @@ def _columns(value: Any, path: tuple[Any, ...]) -> list[tuple[tuple[Any, ...], l
 
 
 def reduce_overflow(known: ReportFacts) -> Reason | None:
-    """Finite on every rank, too large after the sum."""
+    """Every rank's gradient was finite, and their sum is too large for the dtype."""
     origin, report = known.origin, known.report
     if origin is None or report is None or origin.phase is not Phase.REDUCE or origin.input_kind is not None:
         return None
     found = largest_gradients(known.histories, origin.slot)
     total = sum(found.values())
     limits = [(name, torch.finfo(dtype).max) for name, dtype in _FLOATS if torch.finfo(dtype).max < total]
+    # The sum is only known to overflow if every rank's gradient is known.
     if origin.kind == "-inf" or len(found) < report.world_size or not limits:
         return None
     evidence = [f"rank {rank}: largest {value:.4g}" for rank, value in sorted(found.items())[:8]]
@@ -214,7 +222,7 @@ _FLOATS = (("float16", torch.float16), ("float32", torch.float32))
 
 
 def largest_gradients(histories: Mapping[int, History], name: str) -> dict[int, float]:
-    """Per rank the largest absolute value of a parameter's own gradient, where it is known and finite."""
+    """Per rank, the largest absolute value of a parameter's rank-local gradient, where it is recorded and finite."""
     found = {rank: _largest_gradient(history, name) for rank, history in histories.items()}
     return {rank: value for rank, value in found.items() if value is not None and math.isfinite(value)}
 
@@ -229,7 +237,7 @@ def _largest_gradient(history: History, name: str) -> float | None:
 
 
 def update_overflow(known: ReportFacts) -> Reason | None:
-    """Finite gradients, non-finite weights: an eps that vanishes in the dtype."""
+    """Finite gradients, non-finite weights: the optimizer's eps is 0 in the dtype of the parameter."""
     origin = known.origin
     if origin is None or origin.phase is not Phase.OPTIMIZER or origin.layer is None:
         return None
@@ -261,7 +269,7 @@ def growth(known: ReportFacts, least: float | None = None, then: tuple[str, ...]
 
     Args:
         known: histories of all ranks, or of some.
-        least: factor in all; by default what growth must show without a trace.
+        least: smallest total factor that counts; default: what growth must show without a trace, see `_least_growth`.
         then: further evidence.
     """
     origin = known.origin
@@ -291,14 +299,14 @@ def _least_growth(origin: Site) -> float:
 
 
 def _learning_rates(known: ReportFacts) -> list[str]:
-    """What most often makes values grow."""
+    """The learning rates, as evidence: too large a rate is the usual cause of growth."""
     rates = [(str(o.get("class")), g["lr"]) for o in known.optimizers for g in o.get("groups", []) if "lr" in g]
     shown = [f"{name} with lr={rate:g}" for name, rate in dict.fromkeys(rates) if isinstance(rate, float)]
     return [f"trained by {listed(shown, 5)}"] if shown else []
 
 
 def growing(history: History) -> tuple[str, list[int], list[float]] | None:
-    """(name, steps, values) of what grew most steadily up to the last clean step, None where nothing did."""
+    """(name, steps, values) of the series with the largest growth up to the last clean step; None where none grew."""
     steps = [int(step) for step in history["steps"]]
     series = {"the largest gradient": history["gradient_max"], "the loss": np.abs(history["loss"])}
     series["the largest activation"] = np.array([_largest_activation(history, step) for step in steps])

@@ -1,1 +1,1 @@
-"""Every operator of one step, forward and backward."""
+"""Traces every operator of one step, forward and backward."""

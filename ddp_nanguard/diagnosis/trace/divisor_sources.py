@@ -1,4 +1,8 @@
-"""Where small clean tensors come from: the reduction that made a divisor, through casts and simple arithmetic."""
+"""Finds the reduction that a small finite tensor was computed from, through casts and simple arithmetic.
+
+A division by zero is explained by where its divisor came from, and the divisor itself is finite, so no event of the
+trace records it.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +25,13 @@ _MAX_NUMEL = 1 << 16
 
 @dataclass(frozen=True)
 class DivisorSource:
-    """A reduction.
+    """The reduction that a divisor was computed from.
 
     Attributes:
-        operator: ``sum``.
-        dims: that were reduced, None for all.
-        shape: of what was reduced.
-        spot: where.
+        operator: base name of the reduction, such as ``sum``.
+        dims: reduced dimensions, not negative; None where all were reduced.
+        shape: shape of the tensor that was reduced.
+        spot: the line of user code that called the reduction, None where there was none on the stack.
     """
 
     operator: str
@@ -37,12 +41,12 @@ class DivisorSource:
 
     @property
     def line(self) -> SourceLine | None:
-        """Where."""
+        """The source line of the reduction, or None where `spot` is None."""
         return self.spot.line() if self.spot is not None else None
 
 
 class DivisorSources:
-    """Reductions by the memory that holds their result."""
+    """Maps a storage to the reduction whose result it holds or was computed from."""
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[DivisorSource, Any]] = {}
@@ -50,7 +54,17 @@ class DivisorSources:
     def note(
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, spot: CodeLocation | None
     ) -> None:
-        """An operator has run."""
+        """Record the operator's result where it is a reduction, or simple arithmetic on the result of one.
+
+        Results of more than 65536 elements are not recorded, nor arithmetic that combines two known reductions.
+
+        Args:
+            operator: what its schema says.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            output: what it returned.
+            spot: the user's code that called it, or None.
+        """
         if operator.base not in _REDUCTIONS and operator.base not in _DERIVING:
             return
         result = next(tensors_of(output), None)
@@ -67,13 +81,15 @@ class DivisorSources:
             self._keep(result, known[0])
 
     def of(self, tensor: Tensor) -> DivisorSource | None:
-        """The reduction whose result the tensor holds or was computed from."""
+        """The reduction that ``tensor`` holds or was computed from, or None."""
         found = self._found.get(key_of(tensor))
         return None if found is None else found[0]
 
     def _keep(self, tensor: Tensor, origin: DivisorSource) -> None:
         storage = storage_of(tensor)
         if storage is not None:
+            # The key is an address: without the reference it could be given to another storage, which would inherit the
+            # source.
             self._found[key_of(tensor)] = (origin, weak_reference(storage))
 
 

@@ -1,4 +1,4 @@
-"""What a trace finds: operators whose outputs hold non-finite values, and what they were given. Plain data."""
+"""Events of a trace: operators whose outputs hold non-finite values, and what went into them. Plain data."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ MAX_ROWS = 16
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor that an operator was given or gave.
+    """One tensor that an operator took or returned.
 
     Attributes:
-        shape, dtype: of the tensor.
+        shape, dtype: of the tensor; the dtype without ``torch.``.
         kind: the worst non-finite kind in it, or None.
         minimum, maximum: over its finite elements, None where there are none.
-        num_nan, num_inf, num_neg_inf, numel: counts.
-        name: parameter, buffer or batch path whose memory it is, or None.
+        num_nan, num_inf, num_neg_inf, numel: counts of elements.
+        name: the parameter, buffer or batch path that owns the memory, or None.
     """
 
     shape: tuple[int, ...]
@@ -44,7 +44,13 @@ class Operand:
 
 @dataclass
 class NumberCall:
-    """An operator's call as it was made, kept for births so that the reasons can look at the values."""
+    """One operator call with copies of its arguments, kept so that the rules can inspect the values and call it again.
+
+    Attributes:
+        function: the operator overload.
+        args, kwargs: arguments before the call; tensors are detached copies.
+        output: a detached copy of the non-finite output.
+    """
 
     function: Any
     args: tuple[Any, ...]
@@ -57,26 +63,28 @@ class Event:
     """One operator with a non-finite output.
 
     Attributes:
-        order: position among all operators of the step.
-        operator: as in ``aten.div.Tensor``.
-        kind: the worst in its output.
-        category: ``birth`` (worse than what it was given), ``constant`` (the code itself wrote it: a mask), ``spread``.
+        order: position among all operators of the step, from 1.
+        operator: name of the overload, as in ``aten.div.Tensor``.
+        kind: the worst kind in its output.
+        category: ``birth`` (output worse than all inputs: the operator made it), ``constant`` (the code itself wrote
+            the number, such as a mask) or ``spread`` (it was in the inputs).
         phase: ``forward``, ``step code``, ``backward``, ``recomputation`` or ``update``.
-        layer, call: the module it ran in, or whose forward made the node; None in the step's own code.
-        lines: the user's code, innermost first; in backward code of the user's that ran there, mostly empty.
-        forward_lines: in backward: the forward line that made the node.
-        node: the autograd node, in backward.
+        layer, call: the module it ran in, or whose forward made the autograd node; None in the step's own code.
+        lines: the user's code, innermost first; in backward only code of a custom function or hook, so mostly empty.
+        forward_lines: in backward, the forward line that made the node.
+        node: name of the autograd node that ran, in backward.
         forward_operator: the operator that made the node.
-        inputs, output: described for births and for operators that took a value from outside.
-        numbers: arguments that are no tensors, as in ``other=0``.
-        num_hit: elements of the output that are of that kind.
+        inputs, output: described for a ``birth`` and for operators that took a value from outside the step.
+        numbers: arguments that are not tensors, as in ``other=0``.
+        num_hit: number of elements of the output that are of that kind.
         rows: indices in dim 0 that are hit, where dim 0 is the batch; at most `MAX_ROWS`.
-        num_rows: how many are hit; None where dim 0 is not the batch.
+        num_rows: how many rows are hit; None where dim 0 is not the batch.
         parents: orders of the events whose values it took in.
-        outside: names of non-finite values that no operator of the step made.
-        roots: orders of the events where its value began.
-        made: the values themselves, for births.
+        outside: names of non-finite inputs that no operator of the step made; "" where the memory has no name.
+        roots: orders of the events where its value began; at most 8.
         micro_batch: index in the window.
+        made: the call itself, for the first 64 described events; None for the rest.
+        sequence: autograd's sequence number of the node, in backward.
     """
 
     order: int
@@ -110,11 +118,11 @@ class Event:
 
     @property
     def line(self) -> SourceLine | None:
-        """The line to show: where it ran, or the forward line that made the node."""
+        """The line to show: where it ran, else the forward line that made the node; None where neither is known."""
         return next(iter((*self.lines, *self.forward_lines)), None)
 
     def place(self) -> dict[str, Any]:
-        """What, where and which line, JSON-ready."""
+        """Operator, kind, phase, layer and line as JSON-ready data: one row of a path."""
         line = self.line
         return {
             "operator": self.operator,
@@ -127,7 +135,7 @@ class Event:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready data, without the values."""
+        """The event as JSON-ready data, without tensor values and without the links to other events."""
         hidden = {"made", "roots", "sequence", "parents"}
         kept = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name not in hidden}
         plain = {key: _plain(value) for key, value in kept.items()}
@@ -141,19 +149,22 @@ def _plain(value: Any) -> Any:
 
 
 def base_name(operator: str) -> str:
-    """``aten.div_.Tensor`` -> ``div``."""
+    """An overload's name without namespace, overload and in-place mark: ``aten.div_.Tensor`` gives ``div``."""
     parts = operator.split(".")
     name = parts[1] if len(parts) > 1 else parts[0]
     return name.rstrip("_") or name
 
 
 def worst_kind(kinds: list[str | None]) -> str | None:
-    """The worst of several kinds."""
+    """The worst of several kinds, in the order of `SEVERITY`; None for an empty list."""
     return max(kinds, key=SEVERITY.__getitem__, default=None)
 
 
 def quick_kind(tensor: Tensor) -> str | None:
-    """The worst kind in a tensor; None too where it cannot be checked. Host sync: one."""
+    """The worst kind in a tensor; None where it is finite or of a kind that cannot be checked.
+
+    Host sync: two per dense part.
+    """
     if is_plain(tensor):
         low, high = torch.aminmax(tensor.detach())
         return kind_of(low.item(), high.item())
@@ -163,7 +174,10 @@ def quick_kind(tensor: Tensor) -> str | None:
 
 
 def describe(tensor: Tensor, name: str | None = None) -> Operand:
-    """Counts and range of a tensor. Host sync: a few."""
+    """Counts and range of a tensor of any kind; integers are described too.
+
+    Host sync: about six.
+    """
     dtype = str(tensor.dtype).removeprefix("torch.")
     parts = _values(tensor)
     if parts is None or not parts:
@@ -187,8 +201,9 @@ def _values(tensor: Tensor) -> list[Tensor] | None:
 
 
 def hit_mask(tensor: Tensor, kind: str) -> Tensor:
-    """Which elements are of a kind; infinities of both signs where there is +Inf."""
+    """Marks the elements of a kind: bool, same shape. Infinities of both signs count unless ``kind`` is "nan"."""
     value = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    # float8 has no isnan and isinf of its own.
     value = value.float() if value.element_size() == 1 else value
     mask = torch.isnan(value) if kind == "nan" else torch.isinf(value)
     return mask.any(-1) if tensor.is_complex() else mask

@@ -1,4 +1,4 @@
-"""Which module call the running code belongs to, counted as the guard's probes count."""
+"""Tracks the module call that the running code belongs to; calls are counted as the guard's probes count them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,18 @@ from torch.utils.hooks import RemovableHandle
 from ddp_nanguard.hooks.autograd import in_backward
 
 LayerCall = tuple[str, int | None]
-"""Layer and call number."""
+"""Clean name of a module, and the number of its call in this micro-batch, from 1."""
 
 
 class ModuleStack:
-    """Follows the forwards of named modules by global hooks; recomputed forwards have a stack of their own."""
+    """Follows the forwards of named modules through global hooks while it is entered as a context manager.
+
+    Recomputed forwards, which run inside backward, have a stack of their own: the forward's stack may be non-empty
+    then.
+
+    Args:
+        named: clean names and modules; modules that are not listed are ignored.
+    """
 
     def __init__(self, named: Iterable[tuple[str, nn.Module]]) -> None:
         self._names = {id(module): name for name, module in named}
@@ -29,6 +36,7 @@ class ModuleStack:
     def __enter__(self) -> ModuleStack:
         self._handles = [
             register_module_forward_pre_hook(self._before),
+            # Also when the forward raises: the module would stay on the stack for the rest of the micro-batch.
             register_module_forward_hook(self._after, always_call=True),
         ]
         return self
@@ -38,16 +46,23 @@ class ModuleStack:
             handle.remove()
 
     def begin_micro_batch(self) -> None:
-        """Calls count from 1 again."""
+        """Forget the stacks and count the calls of each module from 1 again."""
         self._stack, self._again, self._counts = [], [], {}
 
     def top(self) -> LayerCall | None:
-        """The module that is running, None in the step's own code."""
+        """Name and call number of the running module; None in the step's own code.
+
+        In a recomputation the call number is None unless the module was called once: which call is recomputed is
+        unknown.
+        """
         stack = self._again if in_backward() else self._stack
         return stack[-1] if stack else None
 
     def leave_recomputation(self) -> None:
-        """Non-reentrant checkpointing stops in the middle of a forward, whose hooks then never fire."""
+        """Empty the stack of recomputed forwards.
+
+        Non-reentrant checkpointing stops in the middle of a forward, whose forward hooks then never run.
+        """
         self._again = []
 
     def _before(self, module: nn.Module, _: Any) -> None:
@@ -56,6 +71,8 @@ class ModuleStack:
             return
         if in_backward():
             self._again.append((name, 1 if self._counts.get(name) == 1 else None))
+        # The guard's probes skip evaluation forwards too; counting them would give calls other numbers than the
+        # report's.
         elif self._stack or torch.is_grad_enabled():
             self._counts[name] = self._counts.get(name, 0) + 1
             self._stack.append((name, self._counts[name]))

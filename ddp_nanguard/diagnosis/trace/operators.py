@@ -1,4 +1,4 @@
-"""What an operator's schema says: which arguments it writes, whether it only looks at memory in another way."""
+"""Reads operator schemas: which arguments an operator writes, whether it is a view, a communication, a host read."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ FILLS = {
     "masked_fill", "fill", "full", "full_like", "new_full", "where", "scalar_tensor", "lift_fresh", "index_fill",
     "constant_pad_nd", "index_put",
 }  # fmt: skip
-"""Operators that write a number of the code as it is: with an infinity that is a mask."""
+"""Operators that write a number of the code unchanged: an infinity written by one of them is a mask."""
 _BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
-"""They change their running statistics, which their schemas do not say."""
+"""They write their running statistics, which their schemas do not declare."""
 _COMMUNICATION = ("c10d.", "_c10d_functional.")
 _TO_ONE_RANK = {"send", "recv", "recv_any_source"}
-"""Waited for at once, two ranks that send to each other before either receives would wait for ever."""
+"""Not waited for: two ranks that send to each other before either receives would deadlock."""
 _LIFTED = {"lift_fresh", "lift", "lift_fresh_copy"}
 
 
 @dataclass(frozen=True)
 class Operator:
-    """One overload.
+    """What the schema of one overload says.
 
     Attributes:
-        name: ``aten.div.Tensor``.
-        base: ``div``.
+        name: full name, such as ``aten.div.Tensor``.
+        base: name without namespace and overload, such as ``div``.
         is_view: its outputs share memory with its inputs, and nothing is written.
-        writes: names of arguments that it writes.
-        overwrites: what they held does not matter to the result.
-        makes_empty: its output holds whatever the memory held.
-        is_literal: a number of the user's code becomes a tensor.
-        reads_number: the host reads its input.
-        communicates: all ranks of a group take part in it.
-        names: of its arguments, by position.
+        writes: names of the arguments that it writes.
+        overwrites: the former contents of what it writes do not affect the result.
+        makes_empty: its output is uninitialised memory.
+        is_literal: it turns a number of the user's code into a tensor.
+        reads_number: the host reads the value of its input (``item()``).
+        communicates: it is a collective; all ranks of a group take part.
+        names: argument names, by position.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Operator:
 
 
 class Operators(dict[Any, "Operator | None"]):
-    """Overload -> what its schema says, None for what has no schema."""
+    """Maps an overload to its `Operator`, read on first use; None for a function without a schema."""
 
     def __missing__(self, function: Any) -> Operator | None:
         self[function] = found = _read(function)
@@ -96,12 +96,12 @@ def _read(function: Any) -> Operator | None:
 
 
 def is_communication(name: str) -> bool:
-    """Whether all ranks of a group take part in an operator, such as ``c10d.allreduce_.default``."""
+    """Whether an operator is a collective, such as ``c10d.allreduce_.default``; point-to-point operators are not."""
     return name.startswith(_COMMUNICATION) and base_name(name) not in _TO_ONE_RANK
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Tensors among arguments or outputs, in lists too."""
+    """The tensors among arguments or outputs, in lists and tuples too."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -110,7 +110,7 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 
 def numbers_of(value: Any) -> Iterator[float]:
-    """Non-finite numbers among arguments."""
+    """The Python floats among arguments that are NaN or infinite, in lists and tuples too."""
     if isinstance(value, float) and not math.isfinite(value):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -119,10 +119,10 @@ def numbers_of(value: Any) -> Iterator[float]:
 
 
 def kinds_of(numbers: Iterable[float]) -> list[str]:
-    """Their kinds of being non-finite."""
+    """The kind of each non-finite number: "nan", "inf" or "-inf"."""
     return ["nan" if number != number else ("inf" if number > 0 else "-inf") for number in numbers]
 
 
 def named_arguments(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
-    """(name, value) of the arguments that were given."""
+    """The arguments of a call as (name, value), positional ones first; defaults that were not passed are left out."""
     return [*zip(operator.names, args, strict=False), *kwargs.items()]

@@ -1,4 +1,4 @@
-"""From Python frames to the user's lines: frames of torch, of this package and of the standard library are left out."""
+"""From Python frames to lines of the user's code; frames of torch, of this package and of Python itself are skipped."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ MAX_LINES = 4
 
 
 class FrameKind(enum.IntEnum):
-    """Whose code a frame runs."""
+    """Which code a frame runs, as far as a trace has to tell it apart."""
 
     OTHER = 0
-    """Torch, the standard library, and the parts of this package that only pass a call on."""
+    """Torch, the standard library, and modules of this package that only pass a call on."""
     PROBE = 1
-    """This package looks at something."""
+    """A probe of this package: its operators are not part of the step."""
     USER = 2
     ENGINE = 3
-    """The call that runs a backward pass: frames above it are not part of what backward does."""
+    """The call that runs a backward pass: callers beyond it are not part of what backward does."""
     CHECKPOINT = 4
     OPTIMIZER = 5
     COMPILED = 6
     WRAPPER = 7
-    """FSDP's own: what it moves about is no operator of the user's."""
+    """FSDP: the copies that it makes are not operators of the user."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class SourceLine:
 
     Attributes:
         file: path as Python knows it.
-        number: from 1.
-        function: qualified name.
-        text: the statement, in one line.
-        expression: the part of it that ran; "" where unknown.
+        number: line number, from 1.
+        function: qualified name of the function.
+        text: the whole statement, joined into one line.
+        expression: the part of the statement that ran; "" where unknown.
     """
 
     file: str
@@ -57,21 +57,27 @@ class SourceLine:
     expression: str = ""
 
     def place(self) -> str:
-        """``file:line``, relative to the present directory where it lies in it."""
+        """``file:line``, relative to the working directory where the file lies under it."""
         relative = os.path.relpath(self.file) if self.file.startswith(os.getcwd() + os.sep) else self.file
         return f"{relative}:{self.number}"
 
 
 @dataclass(frozen=True)
 class CodeLocation:
-    """Where a frame stands, cheap to take; `line` reads the source."""
+    """The position at which a frame stands: cheap to record, and read into a `SourceLine` only when it is shown.
+
+    Attributes:
+        code: the code object.
+        instruction: byte offset of the running instruction, as in ``frame.f_lasti``.
+        number: line number, from 1.
+    """
 
     code: CodeType
     instruction: int
     number: int
 
     def line(self) -> SourceLine:
-        """The line of source."""
+        """Read the source and find the statement and the expression that ran. Cached per location."""
         return _line(self.code, self.instruction, self.number)
 
 
@@ -80,8 +86,8 @@ class Stack:
     """What the frames above an operator say.
 
     Attributes:
-        spots: of the user's code, innermost first, at most `MAX_LINES`.
-        kinds: whose code was met on the way.
+        spots: positions in the user's code, innermost first, at most `MAX_LINES`.
+        kinds: kinds of all frames up to where the walk ended.
     """
 
     spots: tuple[CodeLocation, ...]
@@ -107,6 +113,7 @@ class _Roles(dict[str, FrameRole | None]):
         return role
 
 
+# Walked for every operator of the step, hence the caches by file and by module.
 class _Files(dict[str, FrameKind]):
     def __missing__(self, file: str) -> FrameKind:
         self[file] = kind = _kind_of_file(file)
@@ -114,7 +121,7 @@ class _Files(dict[str, FrameKind]):
 
 
 def _kind_of_file(file: str) -> FrameKind:
-    """Whose code a file outside of this package holds."""
+    """The kind of a file that is not part of this package."""
     path = os.path.abspath(file)
     if path.startswith(_TORCH):
         inner = path.removeprefix(_TORCH).replace(os.sep, "/")
@@ -134,7 +141,10 @@ _roles = _Roles()
 
 
 def first_spot(frame: FrameType | None) -> CodeLocation | FrameKind | None:
-    """The innermost spot of the user's code; `Kind.PROBE` for this package's own; None within a backward pass."""
+    """The innermost position in the user's code; `FrameKind.PROBE` if a probe of this package is met first, else None.
+
+    The walk ends at the call that runs a backward pass.
+    """
     while frame is not None:
         kind = _kind(frame)
         if kind is FrameKind.USER:
@@ -148,7 +158,7 @@ def first_spot(frame: FrameType | None) -> CodeLocation | FrameKind | None:
 
 
 def is_wrappers_own(frame: FrameType | None) -> bool:
-    """Whether FSDP runs the operator by itself: its code is met before the user's and before a module's forward."""
+    """Whether FSDP itself runs the operator: its code is met before the user's and before a module's forward."""
     while frame is not None:
         kind = _kind(frame)
         if kind not in (FrameKind.OTHER, FrameKind.COMPILED) or frame.f_code.co_filename.startswith(_MODULES):
@@ -160,7 +170,7 @@ def is_wrappers_own(frame: FrameType | None) -> bool:
 
 
 def stack_of(frame: FrameType | None) -> Stack:
-    """All of the user's spots up to the backward pass that the frame runs in, or to the top."""
+    """All positions in the user's code, up to the backward pass that the frame runs in or to the start of the step."""
     spots: list[CodeLocation] = []
     kinds: set[FrameKind] = set()
     while frame is not None:
@@ -168,6 +178,8 @@ def stack_of(frame: FrameType | None) -> Stack:
         if frame.f_code.co_name == "_engine_run_backward":
             kinds.add(FrameKind.ENGINE)
             break
+        # Wrappers that keep a function from being compiled lie in that file too; only `compile_wrapper` runs compiled
+        # code.
         if kind is not FrameKind.COMPILED or frame.f_code.co_name == "compile_wrapper":
             kinds.add(kind)
         if _roles[module_of(frame)] is FrameRole.STARTS_STEP:
@@ -179,7 +191,7 @@ def stack_of(frame: FrameType | None) -> Stack:
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame of the user's code."""
+    """The innermost frame of the user's code, or None."""
     while frame is not None and _kind(frame) is not FrameKind.USER:
         frame = frame.f_back
     return frame
@@ -213,9 +225,9 @@ def _tree(file: str) -> ast.Module | None:
 
 
 def _nodes(tree: ast.Module, first: int, start: int, last: int, end: int) -> tuple[ast.stmt | None, ast.expr | None]:
-    """The innermost simple statement around a place, and the expression that ends with it and reaches back furthest.
+    """The innermost simple statement around a position, and the longest expression that ends exactly there.
 
-    Python gives a method call that spans lines the place of the method's name only.
+    Python gives a method call that spans lines the position of the method's name only.
     """
     statement: ast.stmt | None = None
     expression: ast.expr | None = None
@@ -240,6 +252,7 @@ def _end(node: ast.stmt | ast.expr) -> tuple[int, int]:
 
 def _joined(file: str, node: ast.stmt | ast.expr) -> str:
     """The source of a node in one line, without comments after it."""
+    # The column offsets of `ast` count UTF-8 bytes, not characters.
     lines = [linecache.getline(file, number).encode() for number in range(node.lineno, (node.end_lineno or 0) + 1)]
     lines[-1] = lines[-1][: node.end_col_offset]
     lines[0] = lines[0][node.col_offset :]

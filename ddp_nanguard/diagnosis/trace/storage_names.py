@@ -1,4 +1,4 @@
-"""Which operator last wrote a non-finite value into which memory, and what that memory is called."""
+"""Tracks which operator last wrote a non-finite value into a storage, and which parameter or batch item owns it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .events import Event
 
 
 def key_of(tensor: Tensor) -> int:
-    """Identifies the memory of a tensor; views share it."""
+    """Identifies the storage of a tensor, which its views share; the tensor itself where it has no storage."""
     storage = storage_of(tensor)
     return id(tensor) if storage is None else int(storage._cdata)
 
 
 def storage_of(tensor: Tensor) -> Any:
-    """The untyped storage of a tensor of any kind, None where it has none of its own."""
+    """The untyped storage of a tensor, the local one of a DTensor; None for tensors without storage."""
     local = getattr(tensor, "_local_tensor", tensor)  # DTensor
     try:
         return local.untyped_storage()
@@ -28,58 +28,62 @@ def storage_of(tensor: Tensor) -> Any:
 
 
 def weak_reference(storage: Any) -> Any:
-    """Keeps the address of a storage from being used for another one, and not its memory."""
+    """A reference that keeps the address of a storage from being reused, but does not keep its memory."""
     return StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # torch's own
 
 
 class StorageTracker:
-    """Memory by the storage's address. A weak reference keeps an address from being used for another storage.
+    """Writers and names of storages, looked up by address.
 
     Attributes:
-        look_up: asked for the name of a tensor whose memory has none: FSDP gathers a parameter anew for each use.
+        look_up: asked first for the name of a tensor, or None. FSDP gathers a parameter into new memory for each use,
+            so that no address can be named before the step.
     """
 
     def __init__(self) -> None:
+        # Each entry holds a weak reference to its storage, else a later storage at the same address would inherit the
+        # entry.
         self._writers: dict[int, tuple[Event, Any]] = {}
         self._names: dict[int, str] = {}
         self._made_empty: dict[int, tuple[str, Any]] = {}
         self._addresses: dict[int, str] = {}
+        # Named tensors stay alive for the whole trace, for the same reason.
         self._kept: list[Any] = []
         self.look_up: Callable[[Tensor], str | None] = _nobody_knows
 
     def name(self, tensor: Tensor, name: str) -> None:
-        """Memory that was there before the step: a parameter, a buffer, a batch item."""
+        """Name memory that existed before the step: a parameter, a buffer, optimizer state, a batch item."""
         self._names[key_of(tensor)] = name
         self._kept.append(tensor)
 
     def name_address(self, array: np.ndarray[Any, Any], name: str) -> None:
-        """Memory of numpy's, which a tensor may share."""
+        """Name the memory of a numpy array, which a tensor may share without a common storage object."""
         self._addresses[array.ctypes.data] = name
         self._kept.append(array)
 
     def wrote(self, event: Event, tensor: Tensor) -> None:
-        """An operator left a non-finite value there."""
+        """Record that the operator of ``event`` left a non-finite value in the storage of ``tensor``."""
         storage = storage_of(tensor)
         self._writers[key_of(tensor)] = (event, tensor if storage is None else weak_reference(storage))
 
     def passed_on(self, tensor: Tensor, name: str) -> None:
-        """What was there before the step has been copied there as it was."""
+        """Record that ``tensor`` is an unchanged copy of the memory called ``name``, which existed before the step."""
         self._writers.pop(key_of(tensor), None)
         self.name(tensor, name)
 
     def left_empty(self, tensor: Tensor, name: str) -> None:
-        """Memory that nobody has written yet."""
+        """Record that the storage of ``tensor`` is uninitialised; ``name`` says who allocated it."""
         storage = storage_of(tensor)
         if storage is not None:
             self._made_empty[key_of(tensor)] = (name, weak_reference(storage))
 
     def writer(self, tensor: Tensor) -> Event | None:
-        """The last operator that left a non-finite value there."""
+        """The event that last left a non-finite value in the storage of ``tensor``, or None."""
         found = self._writers.get(key_of(tensor))
         return None if found is None else found[0]
 
     def name_of(self, tensor: Tensor) -> str | None:
-        """What the memory is called, None where nobody knows."""
+        """The name of the memory of ``tensor``, or None where it has none."""
         found = self.look_up(tensor)
         if found is not None:
             return found

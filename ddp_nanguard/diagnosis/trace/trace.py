@@ -1,15 +1,16 @@
-"""Every operator of one step, forward and backward: where a non-finite value is born, and how it travels.
+"""Runs every operator of one step under a dispatch mode: which operator made a non-finite value, and how it spread.
 
-[Note: births]
-An operator gives birth to a value where its output is worse than everything it was given (-Inf, +Inf, NaN; worst last).
-A number of the user's code written into a tensor (``masked_fill`` with -inf) is a constant, no birth, and a birth out
-of -inf that is a constant or came from outside (a mask) begins there. Only bad values are kept: an operator whose
-outputs are finite costs one pass over them and leaves nothing behind.
+[Note: where a value begins]
+An operator makes a non-finite value (category ``birth``) where its output is worse than everything it was given; -Inf,
++Inf, NaN, worst last. A number of the user's code written into a tensor (``masked_fill`` with -inf) is a ``constant``.
+A value made out of -inf begins at the operator that made it if that -inf is a mask: a constant, or a value from outside
+the step. Only non-finite values are recorded: an operator with finite outputs costs one pass over them and leaves
+nothing behind.
 
 [Note: lines of backward]
-Autograd numbers the nodes of a graph in the order of the forward. Each forward operator notes the number of the node
-just made with its line and module; in backward the running node's number leads back to them. Anomaly mode would
-format a whole stack per operator instead.
+Autograd numbers the nodes of a graph in the order of the forward. For each forward operator the trace records its line
+and module under the number of the node just made; in backward the number of the running node leads back to them.
+Anomaly mode would format a whole stack per operator instead.
 """
 
 from __future__ import annotations
@@ -35,11 +36,17 @@ from .source_lines import CodeLocation, FrameKind, first_spot, is_wrappers_own, 
 from .storage_names import StorageTracker
 
 MAX_KEPT = 64
-"""Births whose values are kept."""
+"""Events whose arguments are copied, so that the rules can inspect them and call the operator again."""
 
 
 class Node:
-    """What is known of the forward operator that made an autograd node."""
+    """What is known of the forward operator that made an autograd node.
+
+    Attributes:
+        spot: the user's code that called it, or None.
+        place: the module call it ran in; None in the step's own code.
+        operator: name of the overload.
+    """
 
     __slots__ = ("operator", "place", "spot")
 
@@ -52,14 +59,22 @@ class Node:
 class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """Dispatch mode for one step.
 
+    Host sync: several per operator; a collective is waited for.
+
+    Args:
+        modules: entered together with the trace; says which module call is running.
+
     Attributes:
         events: operators with non-finite outputs, in order.
         num_operators: how many operators ran.
-        was_compiled: some code is compiled by torch.compile; it ran eagerly.
-        on_event: called with each event and the frame below it, before the operator's caller goes on.
-        origins: where small clean tensors come from.
-        divisor_origins: by the order of a division: where its divisor comes from.
-        bad_communication: the first operator that moved something non-finite between ranks, or gave it.
+        was_compiled: whether some code is compiled by torch.compile; it ran eagerly.
+        on_event: called with each event and the frame below it, before the operator's caller continues.
+        memory: names and last writers of storages.
+        origins: reductions that small finite tensors were computed from.
+        divisor_origins: by the order of a division, the reduction that its divisor was computed from.
+        bad_communication: the first collective that took or returned a non-finite value, or None.
+        micro_batch: index of the running micro-batch in the window; set by the caller.
+        batch_size: length of dim 0 of its tensors, or None; set by the caller.
     """
 
     def __init__(self, modules: ModuleStack) -> None:
@@ -83,7 +98,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         self._read: dict[str, Tensor] = {}
 
     def event(self, order: int) -> Event:
-        """By its order."""
+        """The event of the operator at position ``order``; KeyError where its outputs were finite."""
         return self._by_order[order]
 
     def __torch_dispatch__(
@@ -100,6 +115,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         self._note_node(spot, operator)
         if operator.is_view:
             return function(*args, **kwargs)
+        # Taken before the call: an in-place operator overwrites the values that its output has to be compared with.
         given = _given(operator, args, kwargs)
         output = function(*args, **kwargs)
         if operator.communicates:
@@ -118,6 +134,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
 
     def _note_communication(self, operator: Operator, values: list[Any]) -> None:
         if self.bad_communication is None and any(quick_kind(tensor) is not None for tensor in tensors_of(values)):
+            # The first one only: later collectives spread the value.
             self.bad_communication = operator.name
 
     def _note_node(self, spot: CodeLocation | None, operator: Operator) -> None:
@@ -127,7 +144,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             self._nodes[number] = Node(spot, self._modules.top(), operator.name)
 
     def _note_number(self, number: Any, tensor: Tensor) -> None:
-        """The host has read a number; if the code writes it somewhere it is no constant."""
+        """Record a non-finite number that the host reads: if the code writes it later, that write is no constant."""
         kinds = kinds_of(numbers_of(number))
         if kinds and kinds[0] != "-inf":  # masks are too common
             self._read[kinds[0]] = tensor
@@ -141,7 +158,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         output: Any,
         frame: FrameType,
     ) -> None:
-        """Whether the operator left something non-finite."""
+        """Make an event of the operator if it left something non-finite."""
         written = [original for name, original, _ in given if name in operator.writes]
         outputs = list({id(tensor): tensor for tensor in tensors_of([written, output])}.values())
         kinds = [quick_kind(tensor) for tensor in outputs]
@@ -150,6 +167,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             return
         event = self._event_of(operator, worst, given, frame)
         if event.category == "spread" and event.outside and not event.parents and is_wrappers_own(frame):
+            # FSDP gathers and copies a bad weight before any module reads it; blaming its copy would name no line of
+            # the user.
             self._pass_on(event, [tensor for tensor, kind in zip(outputs, kinds, strict=True) if kind is not None])
             return
         if event.category == "birth" or event.outside:
@@ -163,7 +182,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             self.on_event(event, frame)
 
     def _pass_on(self, event: Event, outputs: list[Tensor]) -> None:
-        """FSDP has moved a bad weight about: the user's operator that takes it from there is the first to meet it."""
+        """Treat FSDP's copy of a bad weight as the weight, so that the event is the user's operator that reads it."""
         for tensor in outputs:
             self.memory.passed_on(tensor, event.outside[0])
 
@@ -204,11 +223,12 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             found.add(event.order)
         if event.category == "birth":
             found = {root for root in found if root == event.order or not self._is_legal(self._by_order[root])}
+        # Bounded, since each event takes over the roots of all its parents.
         return frozenset(sorted(found)[:8]) or frozenset({event.order})
 
     @staticmethod
     def _is_legal(root: Event) -> bool:
-        """Masks: infinities that the code wrote, or -inf that was there before the step."""
+        """Whether a root is a mask: infinities that the code wrote, or -inf that existed before the step."""
         if root.category == "constant":
             return root.kind != "nan" and root.base in FILLS
         return bool(root.outside) and root.kind == "-inf"
@@ -263,6 +283,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         if local.dim() and local.shape[0] == self.batch_size and local.shape[0] > 1:
             rows = mask.reshape(mask.shape[0], -1).any(1).nonzero().reshape(-1).tolist()
             event.rows, event.num_rows = tuple(rows[:MAX_ROWS]), len(rows)
+        # Copies of arguments take memory, hence a bound. A collective, or an operator on a distributed tensor, cannot
+        # be called again on one rank.
         if self._num_kept < MAX_KEPT and not operator.communicates and not _is_on_several_ranks([given, output]):
             self._num_kept += 1
             kept = tuple(_copied(value) for name, _, value in given if name not in kwargs)
@@ -276,12 +298,12 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     # -- from the fault back -----------------------------------------------------------------------------------------
 
     def first_nonfinite_op_of(self, event: Event) -> Event:
-        """The earliest event that its value began with; one that is no constant where there is any."""
+        """The earliest event that the value of ``event`` began with, masks and constants last."""
         roots = [self._by_order[root] for root in sorted(event.roots)]
         return next((root for root in roots if not self._is_legal(root) and root.category != "constant"), roots[0])
 
     def path(self, first_nonfinite_op: Event, target: Event) -> list[Event]:
-        """Events from the birth to the target, both included."""
+        """The events from ``first_nonfinite_op`` to ``target``, both included; shorter where the links are unknown."""
         found = [target]
         while found[-1] is not first_nonfinite_op:
             parents = [
@@ -294,7 +316,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
 
 
 def _wait_for(output: Any) -> None:
-    """The result of a communication is to be looked at when it has come. Every rank waits at the same place."""
+    """Wait until the result of a collective has arrived, so that it can be inspected. Blocks alike on every rank."""
     if isinstance(output, torch.ScriptObject):
         dist.Work.unbox(output).wait()
     elif isinstance(output, (list, tuple)):
@@ -305,17 +327,17 @@ def _wait_for(output: Any) -> None:
 
 
 def _is_on_several_ranks(value: Any) -> bool:
-    """Whether asking an operator again for such tensors would take all ranks."""
+    """Whether calling an operator again with such tensors would communicate."""
     return any(isinstance(tensor, DTensor) and tensor.device_mesh.size() > 1 for tensor in tensors_of(value))
 
 
 def _newest_node() -> int:
-    """Number of the autograd node made last."""
+    """Sequence number of the autograd node made last."""
     return int(torch.autograd._get_sequence_nr()) - 1  # type: ignore[attr-defined]  # as torch.fx uses it
 
 
 def _given(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(argument, the object given, its value before the operator ran)."""
+    """The arguments of a call as (name, object passed, its value before the call)."""
     named = named_arguments(operator, args, kwargs)
     if not operator.writes or operator.overwrites:
         return [(name, value, value) for name, value in named]
@@ -329,7 +351,7 @@ def _copied(value: Any) -> Any:
 
 
 def _sources(operator: Operator, given: list[tuple[str, Any, Any]]) -> list[tuple[Tensor, Tensor]]:
-    """(tensor, its value before) of everything that the result depends on."""
+    """The tensors that the result depends on, as (tensor, its value before the call)."""
     kept = [each for each in given if not (operator.overwrites and each[0] in operator.writes)]
     return [pair for _, original, value in kept for pair in _pairs(original, value)]
 

@@ -1,4 +1,4 @@
-"""A step run under `Trace`, and what it showed: from the fault's value back to its birth, and on to the loss."""
+"""Runs a step under `Trace` and follows a bad loss, gradient or weight back to the operator that made it."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from .module_stack import ModuleStack
 from .trace import Trace
 
 MAX_PATH = 64
-"""Events of the path that JSON holds."""
+"""Largest number of events of a path in JSON."""
 
 
 @dataclass
 class Traced:
-    """What a trace showed.
+    """The result of a traced step.
 
     Attributes:
-        target: what was bad in the end, in words; "" where nothing was.
-        first_nonfinite_op: where its value began; None where no operator with a bad output leads there.
-        path: from the birth to the target, both included.
-        micro_batch: of the target; None for a bad update.
+        target: what was non-finite in the end, in words; "" where nothing was.
+        first_nonfinite_op: where its value began; None where no recorded operator leads to the target.
+        path: events from `first_nonfinite_op` to the target, both included.
+        micro_batch: window index of the target's micro-batch; None where it is not known.
         batch: of that micro-batch.
         batch_size: length of dim 0 of its tensors.
         num_operators: how many operators ran.
-        notes: what was not as in training.
+        notes: what differed from training.
         trace: the trace itself.
         losses: of that micro-batch, with their graph.
     """
@@ -54,7 +54,7 @@ class Traced:
     losses: list[Tensor] = field(default_factory=list, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready data."""
+        """JSON-ready data, with at most `MAX_PATH` events of the path."""
         return {
             "target": self.target,
             "birth": self.first_nonfinite_op.to_dict() if self.first_nonfinite_op is not None else None,
@@ -68,7 +68,15 @@ class Traced:
 
 @dataclass
 class _Seen:
-    """One micro-batch."""
+    """One micro-batch of the traced step.
+
+    Attributes:
+        index: in the window.
+        batch: as the recipe's step got it.
+        size: length of dim 0 of its tensors.
+        losses: by name, as the step returned them.
+        gradients: names of parameters with a bad gradient, and the event that wrote it last.
+    """
 
     index: int
     batch: Any
@@ -82,7 +90,9 @@ def trace_step(session: Session, on_event: Callable[[Event, FrameType], None] | 
 
     Args:
         session: without an obstacle.
-        on_event: called with each operator that leaves something non-finite.
+        on_event: called with each operator that leaves something non-finite, and the frame below it.
+
+    Collective: those of the training step and of a guard, unless the session is alone.
     """
     watcher = Watcher(on_event)
     again = session.run(step=watcher.watched, around=watcher.around)
@@ -90,7 +100,11 @@ def trace_step(session: Session, on_event: Callable[[Event, FrameType], None] | 
 
 
 class Watcher:
-    """Marks the micro-batches of a traced run, and keeps what its values are looked for in."""
+    """Marks the micro-batches of a traced run and records their bad losses, gradients and updated weights.
+
+    Args:
+        on_event: handed to `Trace.on_event`.
+    """
 
     def __init__(self, on_event: Callable[[Event, FrameType], None] | None = None) -> None:
         self._on_event = on_event
@@ -99,7 +113,7 @@ class Watcher:
         self._updated: list[tuple[str, Event]] = []
 
     def watched(self, step: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        """The recipe's step, with its micro-batches marked."""
+        """The recipe's step, wrapped so that each call begins a micro-batch of the trace and keeps its losses."""
 
         def watched_step(model: Any, batch: Any) -> Any:
             self._begin(batch)
@@ -111,7 +125,14 @@ class Watcher:
 
     @contextlib.contextmanager
     def around(self, rebuilt: Rebuilt, window: list[MicroBatch]) -> Iterator[None]:
-        """The context in which the step runs."""
+        """Run the step under the trace; look for bad gradients and weights when it has ended.
+
+        Compiled code runs eagerly, since a dispatch mode does not see inside it.
+
+        Args:
+            rebuilt: model, optimizers and scaler of the run.
+            window: its micro-batches.
+        """
         self._rebuilt, self._window = rebuilt, window
         if is_compiled(rebuilt.wrapper.model) or is_compiled(rebuilt.recipe.model):
             self._sources.append("the model is compiled in training; the trace ran it eagerly")
@@ -151,7 +172,7 @@ class Watcher:
             self._trace.memory.name_address(array, name)
 
     def _look_at_gradients(self) -> None:
-        """Who made the bad gradients of the micro-batch that has just ended."""
+        """Record which operators made the bad gradients of the micro-batch that has just ended."""
         if not self._seen:
             return
         wrapper = self._rebuilt.wrapper
@@ -175,17 +196,15 @@ class Watcher:
     # -- what it showed ----------------------------------------------------------------------------------------------
 
     def result(self, again: StepResult) -> Traced:
-        """From the bad loss, else the first bad gradient, else the first bad weight, back to the birth."""
+        """Follow the bad loss, else the first bad gradient, else the first bad weight, back to where it began."""
         if self._trace.was_compiled and not self._sources:
             self._sources.append("the step calls compiled code; the trace ran it eagerly")
         seen, target, event = self._target()
-        first_nonfinite_op = self._trace.first_nonfinite_op_of(event) if event is not None else None
-        path = (
-            self._trace.path(first_nonfinite_op, event) if first_nonfinite_op is not None and event is not None else []
-        )
+        first = self._trace.first_nonfinite_op_of(event) if event is not None else None
+        path = self._trace.path(first, event) if first is not None and event is not None else []
         return Traced(
             target=target,
-            first_nonfinite_op=first_nonfinite_op,
+            first_nonfinite_op=first,
             path=path,
             micro_batch=seen.index if seen is not None else None,
             batch=seen.batch if seen is not None else None,
@@ -203,6 +222,8 @@ class Watcher:
                 if kind is not None:
                     event = self._trace.memory.writer(loss)
                     return seen, f"{name} is {KIND_WORDS[kind]}", event
+            # Under a scaler a bad gradient may be a mere overflow that is skipped; a bad loss in a later micro-batch
+            # says more.
             if seen.gradients and self._rebuilt.scaler is None:
                 return self._gradient_target(seen)
         scaled = next((seen for seen in self._seen if seen.gradients), None)
@@ -217,7 +238,7 @@ class Watcher:
         return seen, f"the gradient of {name} is {KIND_WORDS[event.kind]}", event
 
     def _anything(self) -> tuple[_Seen | None, str, Event | None]:
-        """Neither loss nor gradient nor weight: the last value that is no mask."""
+        """The last non-finite value that is no mask, where loss, gradients and weights are all finite."""
         events = [event for event in self._trace.events if event.kind != "-inf"]
         if not events:
             return None, "", None
