@@ -15,7 +15,7 @@ asked. A tool is judged by its first stop, taken over the ranks.
   code. The tool must point at it: as the module of its message, its last frame, its trigger, or one of its culprits. A
   list of all bad parameters points only if they belong to one module.
 - **operator**: the aten operator of the case, or the torch function or autograd node that stands for it (`SAME`); for a
-  value born in a backward also the node of the forward function (`FORWARD_OF`).
+  value that arose in a backward also the node of the forward function (`FORWARD_OF`).
 - **line**: file and line of the marked statement; of a traceback, the innermost frame of the job's own code counts.
 - **why**: the kind of cause, in any words (`WORDS`); ddp_nanguard must give the very kind. What is said in a late stop
   is judged all the same.

@@ -1,4 +1,4 @@
-"""`GuardConfig`: every option of the guard, with its environment variable. The only reader of ``os.environ``."""
+"""`GuardConfig`: every option of the guard, with its environment variable."""
 
 from __future__ import annotations
 

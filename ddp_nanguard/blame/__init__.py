@@ -10,9 +10,6 @@ Read `view` (what blame is read from), then `forward`, `backward`, `state` and `
 
 from __future__ import annotations
 
-from ddp_nanguard.probes.compiled_calls import CompiledTensorRecord, expand_compiled
-from ddp_nanguard.probes.sources import KnownNonFinite, LossSource
-
 from .backward import backward_sites
 from .forward import forward_sites, input_sites, known_nonfinite, loss_sites
 from .state import late_sites, state_sites
@@ -22,13 +19,9 @@ __frame_role__ = "probe"  # see `hooks.frames`
 
 __all__ = [
     "BlameInput",
-    "CompiledTensorRecord",
-    "KnownNonFinite",
-    "LossSource",
     "NonFiniteState",
     "NonFiniteTensor",
     "RankedSite",
-    "expand_compiled",
     "known_nonfinite",
     "local_sites",
 ]

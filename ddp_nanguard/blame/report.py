@@ -83,9 +83,9 @@ def _own_view(sites: tuple[Site, ...]) -> tuple[Site, ...]:
 
 
 def _without_victims(sites: tuple[Site, ...]) -> tuple[Site, ...]:
-    """A gradient that some rank had bad before the reduce was not born in it."""
-    born_earlier = any(site.phase in (Phase.INPUT, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD) for site in sites)
-    return tuple(site for site in sites if site.phase is not Phase.REDUCE) if born_earlier else sites
+    """A gradient that some rank had bad before the reduce did not arise in it."""
+    arose_earlier = any(site.phase in (Phase.INPUT, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD) for site in sites)
+    return tuple(site for site in sites if site.phase is not Phase.REDUCE) if arose_earlier else sites
 
 
 def _with_more(cause: str, known: str) -> str:

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from ddp_nanguard.config import ENV_INJECT, ENV_PREFIX, GuardConfig
 from ddp_nanguard.errors import DumpError
 from ddp_nanguard.inject.spec import IN_PARAMETERS, WITHOUT_LAYER
-from ddp_nanguard.report.types import Phase
 
 from .arguments import WRONG_USAGE
 from .drill_job import ENV_DRILL_ID, LAUNCHERS, JobResult, kill_all, num_processes, run_job
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from ddp_nanguard.dump.rank_records import InjectedFault
     from ddp_nanguard.dump.read import Dump
 
-PHASES = tuple(map(str, Phase))
 MAX_SHOWN = 3000
 
 
@@ -120,13 +118,13 @@ def _problem(config: DrillConfig) -> str | None:
 
 def _drill(config: DrillConfig, phase: str, directory: Path) -> list[Check]:
     directory.mkdir(parents=True, exist_ok=True)
-    spec = _plan(config, phase)
+    spec = _fault_spec(config, phase)
     text = ",".join(f"{key}={value}" for key, value in spec.items())
     print(f"{ENV_INJECT}={text}\n$ {' '.join(config.command)}", flush=True)
     environment = _environment(directory, phase, text)
     ran = run_job(config.command, config.timeout_s, directory, environment)
     dump = _dump_in(directory / "nan_dumps")
-    rows = [_ended(ran, config), _planted(ran, dump, spec)]
+    rows = [_ended(ran, config), _was_planted(ran, dump, spec)]
     if not any(row.holds is False for row in rows) or dump is not None:
         rows += _about_stop(ran, dump)
         rows += _about_dump(dump, spec, config, environment)
@@ -138,7 +136,7 @@ def _drill(config: DrillConfig, phase: str, directory: Path) -> list[Check]:
     return rows
 
 
-def _plan(config: DrillConfig, phase: str) -> dict[str, Any]:
+def _fault_spec(config: DrillConfig, phase: str) -> dict[str, Any]:
     rank = config.rank if config.rank is not None else min(1, num_processes(config.command) - 1)
     spec: dict[str, Any] = {"rank": rank, "step": config.step, "phase": phase, "kind": config.kind}
     return spec if config.layer is None or phase in WITHOUT_LAYER else {**spec, "layer": config.layer}
@@ -168,7 +166,7 @@ def _ended(ran: JobResult, config: DrillConfig) -> Check:
     return Check("stopped", True, f"after {ran.seconds:.0f} s, code {ran.code}")
 
 
-def _planted(ran: JobResult, dump: Path | None, spec: dict[str, Any]) -> Check:
+def _was_planted(ran: JobResult, dump: Path | None, spec: dict[str, Any]) -> Check:
     name = "the fault was planted"
     if _injected(_opened(dump), spec["rank"]):
         return Check(name, True, f"by the guard on rank {spec['rank']}")

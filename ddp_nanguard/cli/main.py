@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from ddp_nanguard.errors import DumpError
-from ddp_nanguard.report.types import Phase
+from ddp_nanguard.inject.spec import PHASES
 
 from . import explain, replay
 from .arguments import WRONG_USAGE, Commands, add_dump
@@ -102,7 +102,7 @@ def _add_drill(commands: Commands) -> None:
         description="Runs the command with a fault planted, once per phase, and checks what the guard promises.",
     )
     parser.add_argument(
-        "--phase", choices=(*map(str, Phase), "all"), default="forward", help="where it goes bad; default: forward"
+        "--phase", choices=(*PHASES, "all"), default="forward", help="where it goes bad; default: forward"
     )
     parser.add_argument("--step", type=int, default=2, metavar="N", help="as the guard counts; default: 2")
     parser.add_argument("--rank", type=int, help="default: 1, or 0 where the command starts one process")
@@ -119,7 +119,7 @@ def run_drill(options: argparse.Namespace) -> int:
     from . import drill
 
     job = tuple(options.job[1:] if options.job[:1] == ["--"] else options.job)
-    phases = drill.PHASES if options.phase == "all" else (options.phase,)
+    phases = PHASES if options.phase == "all" else (options.phase,)
     config = drill.DrillConfig(
         job, phases, options.step, options.rank, options.layer, options.kind, options.timeout, options.out
     )

@@ -5,13 +5,18 @@ from __future__ import annotations
 from ddp_nanguard.diagnosis.diagnose import Diagnosis
 from ddp_nanguard.diagnosis.experiments import ExperimentResult
 from ddp_nanguard.diagnosis.rules.report_rules import Reason
-from ddp_nanguard.diagnosis.trace.events import Event, Operand
+from ddp_nanguard.diagnosis.trace.events import Event, EventCategory, EventPhase, Operand
 from ddp_nanguard.diagnosis.trace.source_lines import SourceLine
 from ddp_nanguard.diagnosis.trace.traced_step import Traced
 from ddp_nanguard.report.wording import layer_text, listed
 
 MAX_SITES = 6
 MAX_TEXT = 110
+_DEEDS = {
+    EventCategory.PRODUCED: "made it",
+    EventCategory.CONSTANT: "wrote it",
+    EventCategory.PROPAGATED: "took it in",
+}
 
 
 def diagnosis_text(found: Diagnosis) -> str:
@@ -80,15 +85,19 @@ def _source(event: Event) -> list[str]:
 
 
 def _role(event: Event) -> str:
-    if event.phase != "backward":
-        return " (run again by activation checkpointing)" if event.phase == "recomputation" else ""
-    return " (its backward)" if event.lines else " (the forward line; the value was born in its backward)"
+    if event.phase is not EventPhase.BACKWARD:
+        return " (run again by activation checkpointing)" if event.phase is EventPhase.RECOMPUTATION else ""
+    return " (its backward)" if event.lines else " (the forward line; the value arose in its backward)"
 
 
 def _operator(event: Event) -> str:
-    made = f", backward of {event.forward_operator}" if event.forward_operator and event.phase == "backward" else ""
+    made = (
+        f", backward of {event.forward_operator}"
+        if event.forward_operator and event.phase is EventPhase.BACKWARD
+        else ""
+    )
     node = f" ({event.node})" if event.node else ""
-    what = {"birth": "made it", "constant": "wrote it", "spread": "took it in"}[event.category]
+    what = _DEEDS[event.category]
     outside = ", ".join(name or "a value made outside the step" for name in event.outside)
     numbers = f" with {', '.join(event.numbers)}" if event.numbers else ""
     return f"{event.operator}{numbers}{made}{node} {what}" + (f" from {outside}" if outside else "")
@@ -97,8 +106,12 @@ def _operator(event: Event) -> str:
 def _where(event: Event) -> str:
     layer = "the training step" if event.layer is None else layer_text(event.layer)
     call = f" (call {event.call})" if event.call is not None else ""
-    batch = f" of micro-batch {event.micro_batch}" if event.micro_batch is not None and event.phase != "update" else ""
-    return f"{layer}{call}, {'forward' if event.phase == 'step code' else event.phase}{batch}"
+    batch = (
+        f" of micro-batch {event.micro_batch}"
+        if event.micro_batch is not None and event.phase is not EventPhase.UPDATE
+        else ""
+    )
+    return f"{layer}{call}, {'forward' if event.phase is EventPhase.STEP_CODE else event.phase}{batch}"
 
 
 def _operand(operand: Operand) -> str:
@@ -149,7 +162,7 @@ def _site(event: Event) -> str:
     layer = f"{layer_text(event.layer)} · " if event.layer is not None else ""
     line: SourceLine | None = event.line
     place = line.place() if line is not None else "torch's own code"
-    return f"{layer}{place}" + (" (backward)" if event.phase == "backward" else "")
+    return f"{layer}{place}" + (" (backward)" if event.phase is EventPhase.BACKWARD else "")
 
 
 def _cut(text: str, length: int = MAX_TEXT) -> str:

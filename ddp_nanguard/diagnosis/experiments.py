@@ -160,7 +160,7 @@ def debug(session: Session, traced: Traced) -> ExperimentResult:
     """
     first = traced.first_nonfinite_op
     if first is None:
-        return ExperimentResult("--pdb", "no birth to stop at", None)
+        return ExperimentResult("--pdb", "no operator to stop at", None)
     stopped: list[str] = []
 
     def stop(event: Event, frame: FrameType) -> None:

@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .format import dtype_name, storable
+from ddp_nanguard.tensors.dtypes import dtype_name
+
+from .format import storable
 
 TAG = "$"
 INLINE_BYTES = 1024
@@ -243,7 +245,7 @@ class _Packer:
                 "plain": getattr(tensor, plain)(),
                 "values": tensor.values(),
             }
-            return self._context(dtype_name_of_layout(tensor.layout), tensor, parts)
+            return self._context(dtype_name(tensor.layout), tensor, parts)
         return self._dense(tensor if tensor.layout == torch.strided else tensor.to_dense())
 
     def _context(
@@ -285,11 +287,6 @@ _COMPRESSED = {
     torch.sparse_csc: ("ccol_indices", "row_indices"),
     torch.sparse_bsc: ("ccol_indices", "row_indices"),
 }
-
-
-def dtype_name_of_layout(layout: torch.layout) -> str:
-    """The name of a layout without ``torch.``, such as ``sparse_csr``."""
-    return str(layout).removeprefix("torch.")
 
 
 def _keeps_strides(tensor: torch.Tensor) -> bool:

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from ddp_nanguard.errors import DumpError
 from ddp_nanguard.report.types import Natural, Rule, json_safe
+from ddp_nanguard.tensors.dtypes import dtype_named
 from ddp_nanguard.tensors.shards import TensorShard
 
 from .json_files import parse_json, well_formed
@@ -256,23 +257,16 @@ def read_arrays(root: Path, path: str) -> dict[str, np.ndarray[Any, Any]]:
 # tensors
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype without ``torch.``, such as "float32"."""
-    return str(dtype).removeprefix("torch.")
-
-
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype of a name such as "float32", the inverse of `dtype_name`.
+    """The dtype of a name that a file holds, such as "float32".
 
     Raises:
         DumpError: this torch has no such dtype.
     """
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise DumpError(
-            f"dtype {name!r} is unknown to torch {torch.__version__}; use the torch version of the manifest"
-        )
-    return dtype
+    try:
+        return dtype_named(name)
+    except ValueError as error:
+        raise DumpError(str(error)) from None
 
 
 def storable(tensor: torch.Tensor) -> torch.Tensor:

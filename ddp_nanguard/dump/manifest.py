@@ -16,6 +16,7 @@ import torch
 
 from ddp_nanguard.errors import DumpError
 from ddp_nanguard.report.text import report_text
+from ddp_nanguard.tensors.dtypes import dtype_name
 
 from .batch_codec import pack, unpack
 from .format import (
@@ -24,7 +25,6 @@ from .format import (
     REPORT,
     STATE_JSON,
     FileEntry,
-    dtype_name,
     dtype_of,
     host_blocks,
     list_file,

@@ -13,6 +13,7 @@ import torch
 from ddp_nanguard.capture.rng import RandomState
 from ddp_nanguard.capture.window import MicroBatch
 from ddp_nanguard.errors import DumpError
+from ddp_nanguard.tensors.dtypes import dtype_name
 from ddp_nanguard.tensors.shards import TensorShard
 
 from .batch_codec import Packed, pack
@@ -23,7 +24,6 @@ from .format import (
     OWN,
     WINDOW,
     FileEntry,
-    dtype_name,
     rank_name,
     sync_directory,
     write_arrays,

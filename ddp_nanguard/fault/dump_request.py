@@ -30,6 +30,7 @@ from ddp_nanguard.probes.slots import SlotRole, SlotStats
 from ddp_nanguard.probes.sources import LossSource
 from ddp_nanguard.report.types import MAX_SITES, FaultReport, Phase
 from ddp_nanguard.tensors.containers import named_tensors_in, path_text
+from ddp_nanguard.tensors.dtypes import dtype_name
 from ddp_nanguard.tensors.shards import TensorShard
 from ddp_nanguard.wrappers.weights import add_tensor, weights
 
@@ -80,7 +81,7 @@ def dump_request(context: GuardContext, record: StepRecord, findings: RankFindin
 def _redacted(micro_batch: MicroBatch) -> MicroBatch:
     """The micro-batch with its tensors described instead of kept, and nothing else of its contents."""
     named = {path_text(path): tensor for path, tensor in named_tensors_in(micro_batch.batch)}
-    described = {path: {"shape": list(t.shape), "dtype": _dtype(t.dtype)} for path, t in named.items()}
+    described = {path: {"shape": list(t.shape), "dtype": dtype_name(t.dtype)} for path, t in named.items()}
     return replace(micro_batch, batch={"redacted": described})
 
 
@@ -123,14 +124,10 @@ def _add_state(
 
 
 def _shapes(context: GuardContext, state: list[TensorShard]) -> dict[str, TensorShape]:
-    shapes = {shard.name: TensorShape(tuple(shard.true_shape), _dtype(shard.tensor.dtype)) for shard in state}
+    shapes = {shard.name: TensorShape(tuple(shard.true_shape), dtype_name(shard.tensor.dtype)) for shard in state}
     for name, (shape, dtype) in context.wrapper.all_shapes().items():
-        shapes[f"model.{name}"] = TensorShape(tuple(shape), _dtype(dtype))
+        shapes[f"model.{name}"] = TensorShape(tuple(shape), dtype_name(dtype))
     return shapes
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _aliases(context: GuardContext) -> dict[str, str]:
@@ -198,7 +195,7 @@ def _evidence(context: GuardContext, record: StepRecord, findings: RankFindings,
 
 def dtypes_of(context: GuardContext) -> dict[str, str]:
     """Dtype of each parameter."""
-    return {name: _dtype(parameter.dtype) for name, parameter in context.wrapper.named_parameters()}
+    return {name: dtype_name(parameter.dtype) for name, parameter in context.wrapper.named_parameters()}
 
 
 def device_of(device: torch.device) -> Device:

@@ -107,7 +107,7 @@ def why_not_replayable(dump: Dump, alone: bool) -> str | None:
         return f"{origin.slot} belongs to a registered module or to no parameter of the model, which no replay rebuilds"
     if origin.phase is Phase.REDUCE and alone:
         n = dump.world_size
-        return f"the value was born in communication: replay all {n} ranks with torchrun --nproc-per-node {n}"
+        return f"the value arose in communication: replay all {n} ranks with torchrun --nproc-per-node {n}"
     if origin.phase is Phase.OPTIMIZER and origin.layer is not None and not _has_gradients(dump):
         return (
             "the update itself made the weights non-finite, and the weights from before it are gone: "

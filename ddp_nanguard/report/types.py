@@ -226,7 +226,7 @@ class FaultReport:
         wrapper: ``plain``, ``ddp``, ``fsdp1`` or ``fsdp2``.
         origin: the earliest site that counts, or None where nothing could be attributed.
         sites: the earliest sites over all ranks, at most `MAX_SITES`.
-        holders: ranks that hold a value born in the reduce.
+        holders: ranks that hold a value that arose in the reduce.
         num_ranks_affected, ranks_affected: how many ranks saw something, and the first of them.
         cause: one sentence.
         nonfinite_state: names of damaged parameters, buffers and optimizer state; empty when nothing is.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ddp_nanguard.report.types import Evidence
+from ddp_nanguard.tensors.dtypes import dtype_name
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
@@ -120,7 +121,7 @@ def evidence(tensor: Tensor) -> Evidence | None:
     largest = [count[4] for count in counts if count[4] is not None]
     return Evidence(
         shape=tuple(tensor.shape),
-        dtype=str(tensor.dtype).removeprefix("torch."),
+        dtype=dtype_name(tensor.dtype),
         num_nan=sum(count[0] for count in counts),
         num_inf=sum(count[1] for count in counts),
         num_neg_inf=sum(count[2] for count in counts),

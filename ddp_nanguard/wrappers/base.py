@@ -105,16 +105,6 @@ def class_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def dtype_name(dtype: torch.dtype | None) -> str | None:
-    """The name of a dtype without ``torch.``, such as "bfloat16"; None for None."""
-    return None if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def dtype_named(name: str | None) -> torch.dtype | None:
-    """The dtype of a name such as "bfloat16", the inverse of `dtype_name`; None for None."""
-    return None if name is None else getattr(torch, name)
-
-
 def _nobody(name: str, gradient: torch.Tensor) -> None:
     return None
 

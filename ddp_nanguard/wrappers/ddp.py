@@ -14,7 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from .base import Wrapper, dtype_name, dtype_named, inner_of
+from ddp_nanguard.tensors.dtypes import dtype_name, dtype_named
+
+from .base import Wrapper, inner_of
 
 _HOOKS = {hook.__name__: hook for hook in (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook)}
 _HOOKS["bf16_compress_hook"] = default_hooks.bf16_compress_hook

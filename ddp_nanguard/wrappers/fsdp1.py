@@ -34,9 +34,10 @@ from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle
 from torch.utils.hooks import RemovableHandle
 
 from ddp_nanguard.hooks.weak import WeakHook
+from ddp_nanguard.tensors.dtypes import dtype_name, dtype_named
 from ddp_nanguard.tensors.shards import TensorShard
 
-from .base import GradientWatch, OnGradient, ShardedWrapper, dtype_name, dtype_named, join, paths
+from .base import GradientWatch, OnGradient, ShardedWrapper, join, paths
 from .plain import PlainWrapper
 
 _DTYPES = ("param_dtype", "reduce_dtype", "buffer_dtype")

@@ -136,7 +136,7 @@ def test_everything_is_in_the_json_too(tmp_path: Path, capsys: pytest.CaptureFix
     main(["replay", dump, "--trace", "--dtype", "float64", "--json"])
     data = json.loads(capsys.readouterr().out)
     assert data["outcome"] == "same" and data["cause"]["kind"] == "overflow"
-    assert data["trace"]["birth"]["lines"][0]["function"] == "half"
+    assert data["trace"]["first_nonfinite_op"]["lines"][0]["function"] == "half"
     assert data["experiments"]["--dtype float64"]["failed"] is False
 
 

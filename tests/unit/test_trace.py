@@ -1,4 +1,4 @@
-"""What the trace sees of a step: births, constants, lines, modules, rows and the way of a value."""
+"""What the trace sees of a step: what operators produce, constants, lines, modules, rows and the way of a value."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def categories(trace: Trace) -> list[tuple[str, str]]:
     return [(event.base, event.category) for event in trace.events]
 
 
-# -- births and what is none -------------------------------------------------------------------------------------------
+# -- produced values, and what are none --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -51,11 +51,11 @@ def categories(trace: Trace) -> list[tuple[str, str]]:
     ],
     ids=["masked_fill", "where number", "where tensor", "triu", "index_fill", "fill_"],
 )
-def test_a_mask_is_no_birth(mask: Callable[[Tensor], Tensor]) -> None:
+def test_a_mask_is_not_produced(mask: Callable[[Tensor], Tensor]) -> None:
     with traced() as trace:
         mask(torch.ones(3, 3))
     assert trace.events
-    assert "birth" not in {event.category for event in trace.events}
+    assert "produced" not in {event.category for event in trace.events}
 
 
 def test_a_clean_step_leaves_no_event() -> None:
@@ -65,19 +65,19 @@ def test_a_clean_step_leaves_no_event() -> None:
     assert not trace.events and trace.num_operators > 4
 
 
-def test_a_birth_out_of_a_mask_begins_there() -> None:
+def test_a_value_produced_out_of_a_mask_begins_there() -> None:
     with traced() as trace:
         loss = torch.zeros(2, 3).masked_fill(torch.tensor(True), -math.inf).softmax(-1).sum()
     first_nonfinite_op = trace.first_nonfinite_op_of(trace.events[-1])
     assert first_nonfinite_op.base == "_softmax" and trace.memory.writer(loss) is trace.events[-1]
 
 
-def test_a_birth_out_of_an_infinity_begins_with_the_infinity() -> None:
+def test_a_value_produced_out_of_an_infinity_begins_with_the_infinity() -> None:
     with traced() as trace:
         large = torch.full((2,), 3e38) * 10
         (large - large).sum()
     assert trace.first_nonfinite_op_of(trace.events[-1]).base == "mul"
-    assert categories(trace) == [("mul", "birth"), ("sub", "birth"), ("sum", "spread")]
+    assert categories(trace) == [("mul", "produced"), ("sub", "produced"), ("sum", "propagated")]
 
 
 def test_uninitialised_memory_is_no_event() -> None:
@@ -93,7 +93,7 @@ def test_in_place_operators_are_judged_by_what_they_were_given() -> None:
     with traced() as trace:
         x.div_(0.0)
         x.mul_(2.0)
-    assert categories(trace) == [("div", "birth"), ("mul", "spread")]
+    assert categories(trace) == [("div", "produced"), ("mul", "propagated")]
     assert trace.events[0].inputs[0].maximum == 1.0
     assert trace.events[1].roots == {trace.events[0].order}
 
@@ -133,7 +133,7 @@ def test_kinds_of_tensors(dtype: torch.dtype) -> None:
     with traced() as trace:
         torch.zeros(3, dtype=dtype) / torch.zeros(3, dtype=dtype)
     (event,) = trace.events
-    assert (event.kind, event.category, event.num_hit) == ("nan", "birth", 3)
+    assert (event.kind, event.category, event.num_hit) == ("nan", "produced", 3)
 
 
 def test_sparse_gradients() -> None:
@@ -233,7 +233,7 @@ def test_hit_rows_and_the_way_to_the_loss(tmp_path: Path) -> None:
     assert [event.base for event in found.path] == ["div", "addmm", "pow", "mean"]
 
 
-def test_an_earlier_fault_that_does_not_reach_the_loss_is_not_the_birth(tmp_path: Path) -> None:
+def test_an_earlier_fault_that_does_not_reach_the_loss_is_not_the_first(tmp_path: Path) -> None:
     def wasteful(h: Tensor) -> Tensor:
         (h.detach() * 0).log()  # not used
         return h / (h.detach() * 0)  # <the one that matters>

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ddp_nanguard.diagnosis.trace.divisor_sources import DivisorSource
-from ddp_nanguard.diagnosis.trace.events import Event
+from ddp_nanguard.diagnosis.trace.events import Event, EventPhase
 from ddp_nanguard.report.wording import listed
 from ddp_nanguard.tensors.containers import named_tensors_in, path_text
 
@@ -45,7 +45,7 @@ def division_by_zero(facts: TraceFacts) -> Reason | None:
 
 def is_derivative(event: Event) -> bool:
     """Whether autograd's own formula ran: in backward, with none of the user's code on the stack."""
-    return event.phase == "backward" and not event.lines
+    return event.phase is EventPhase.BACKWARD and not event.lines
 
 
 def is_division_by_zero(event: Event) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_nanguard.diagnosis.trace.events import Event
+from ddp_nanguard.diagnosis.trace.events import Event, EventCategory, EventPhase
 from ddp_nanguard.diagnosis.trace.traced_step import Traced
 
 from .division import is_derivative, is_division_by_zero
@@ -141,7 +141,14 @@ def _times_zero(event: Event, mask: Tensor) -> bool:
 def where_trap(facts: TraceFacts) -> Reason | None:
     """The untaken branch of a ``where``: it gets a gradient of exactly 0, and 0 times an infinite derivative is NaN."""
     traced = facts.traced
-    event = next((e for e in facts.path if e.phase == "backward" and e.category == "birth" and e.kind == "nan"), None)
+    event = next(
+        (
+            e
+            for e in facts.path
+            if e.phase is EventPhase.BACKWARD and e.category is EventCategory.PRODUCED and e.kind == "nan"
+        ),
+        None,
+    )
     if traced is None or event is None or event.sequence is None or not _is_zero_gradient(event):
         return None
     selector = _selector(traced, event.sequence)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ddp_nanguard.diagnosis.trace.events import EventPhase
 from ddp_nanguard.replay.outcome import EAGER_NOW
 from ddp_nanguard.report.types import Phase, SecondRun
 from ddp_nanguard.report.wording import KIND_WORDS
@@ -63,7 +64,7 @@ def update_overflow(facts: TraceFacts) -> Reason | None:
     """Finite gradients, non-finite weights: an eps that vanishes in the dtype, or an overflow in the update."""
     op, origin = facts.first_nonfinite_op, facts.origin
     found = why.update_overflow(facts)
-    if found is not None or op is None or op.phase != "update":
+    if found is not None or op is None or op.phase is not EventPhase.UPDATE:
         return found
     if origin is None or origin.phase is not Phase.OPTIMIZER or origin.layer is None:
         return None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_nanguard.diagnosis.trace.events import Event, quick_kind
+from ddp_nanguard.diagnosis.trace.events import Event, EventCategory, quick_kind
 from ddp_nanguard.diagnosis.trace.operators import tensors_of
 from ddp_nanguard.report.wording import listed
 
@@ -131,7 +131,11 @@ def overflow(facts: TraceFacts) -> Reason | None:
 
 def is_overflow(event: Event) -> bool:
     """Whether finite inputs gave a number too large for the dtype; the operator is called again in float64."""
-    if event.made is None or event.category != "birth" or any(o.kind is not None for o in event.inputs):
+    if (
+        event.made is None
+        or event.category is not EventCategory.PRODUCED
+        or any(o.kind is not None for o in event.inputs)
+    ):
         return False
     stays_finite = _again(event, torch.float64) is not None
     largest = max((abs(v) for o in event.inputs for v in (o.minimum, o.maximum) if v is not None), default=0.0)

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from ddp_nanguard.diagnosis.trace.events import Event
+from ddp_nanguard.diagnosis.trace.events import Event, EventCategory
 from ddp_nanguard.report.wording import KIND_WORDS
 from ddp_nanguard.tensors.batch import batch_arrays, batch_leaves, batch_tensors
 from ddp_nanguard.tensors.containers import path_text
@@ -34,7 +34,7 @@ def state_bad(facts: TraceFacts) -> Reason | None:
 def _is_mask(op: Event) -> bool:
     """Whether only -inf came from outside, which is legal in a mask, and the operator made NaN or +Inf of it."""
     from_outside = [o.kind for o in op.inputs if o.name in op.outside or (o.name is None and o.kind)]
-    return op.category == "birth" and all(kind in (None, "-inf") for kind in from_outside)
+    return op.category is EventCategory.PRODUCED and all(kind in (None, "-inf") for kind in from_outside)
 
 
 def _is_other(name: str) -> bool:
@@ -75,7 +75,7 @@ def uninitialised(facts: TraceFacts) -> Reason | None:
 def constant(facts: TraceFacts) -> Reason | None:
     """The code itself wrote a non-finite number, or one that the batch holds as a Python float."""
     op = facts.first_nonfinite_op
-    if op is None or op.category != "constant":
+    if op is None or op.category is not EventCategory.CONSTANT:
         return None
     leaves = batch_leaves(facts.traced.batch) if facts.traced is not None else []
     bad = [path for path, leaf in leaves if isinstance(leaf, float) and not math.isfinite(leaf)]

@@ -19,6 +19,7 @@ from ddp_nanguard.report.types import FaultReport, Phase, Site
 from ddp_nanguard.report.wording import KIND_WORDS, listed
 from ddp_nanguard.tensors.batch import bad_rows, batch_size, batch_tensors, nonfinite
 from ddp_nanguard.tensors.containers import path_text
+from ddp_nanguard.tensors.dtypes import dtype_named
 
 MIN_VALUES = 4
 MIN_TOTAL = 10.0
@@ -258,7 +259,7 @@ def _eps_of(known: ReportFacts, name: str) -> tuple[float | None, str]:
 
 
 def _is_zero_in(value: float, dtype: str) -> bool:
-    return torch.tensor(value, dtype=getattr(torch, dtype)).item() == 0.0
+    return torch.tensor(value, dtype=dtype_named(dtype)).item() == 0.0
 
 
 # -- growth ------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,12 +11,39 @@ import torch
 from torch import Tensor
 
 from ddp_nanguard.report.types import json_safe
+from ddp_nanguard.tensors.dtypes import dtype_name
 from ddp_nanguard.tensors.minmax import dense_parts, is_plain, kind_of
 
 from .source_lines import SourceLine
 
 SEVERITY: dict[str | None, int] = {None: 0, "-inf": 1, "inf": 2, "nan": 3}
 MAX_ROWS = 16
+
+
+class EventCategory(enum.StrEnum):
+    """How an operator came by the non-finite values in its output.
+
+    ``produced``: the output is worse than all inputs, so the operator made the value. ``constant``: the code itself
+    wrote the number, such as a mask. ``propagated``: it was in the inputs.
+    """
+
+    PRODUCED = "produced"
+    CONSTANT = "constant"
+    PROPAGATED = "propagated"
+
+
+class EventPhase(enum.StrEnum):
+    """What the step was doing when an operator ran.
+
+    ``step code`` is the forward outside every module; ``recomputation`` is activation checkpointing's second forward,
+    in the backward pass; ``update`` is the optimizer's step.
+    """
+
+    FORWARD = "forward"
+    STEP_CODE = "step code"
+    BACKWARD = "backward"
+    RECOMPUTATION = "recomputation"
+    UPDATE = "update"
 
 
 @dataclass(frozen=True)
@@ -66,15 +94,14 @@ class Event:
         order: position among all operators of the step, from 1.
         operator: name of the overload, as in ``aten.div.Tensor``.
         kind: the worst kind in its output.
-        category: ``birth`` (output worse than all inputs: the operator made it), ``constant`` (the code itself wrote
-            the number, such as a mask) or ``spread`` (it was in the inputs).
-        phase: ``forward``, ``step code``, ``backward``, ``recomputation`` or ``update``.
+        category: how it came by them.
+        phase: what the step was doing.
         layer, call: the module it ran in, or whose forward made the autograd node; None in the step's own code.
         lines: the user's code, innermost first; in backward only code of a custom function or hook, so mostly empty.
         forward_lines: in backward, the forward line that made the node.
         node: name of the autograd node that ran, in backward.
         forward_operator: the operator that made the node.
-        inputs, output: described for a ``birth`` and for operators that took a value from outside the step.
+        inputs, output: described for operators that produced the value or took it from outside the step.
         numbers: arguments that are not tensors, as in ``other=0``.
         num_hit: number of elements of the output that are of that kind.
         rows: indices in dim 0 that are hit, where dim 0 is the batch; at most `MAX_ROWS`.
@@ -90,8 +117,8 @@ class Event:
     order: int
     operator: str
     kind: str
-    category: str
-    phase: str
+    category: EventCategory
+    phase: EventPhase
     layer: str | None
     call: int | None
     lines: tuple[SourceLine, ...]
@@ -127,7 +154,7 @@ class Event:
         return {
             "operator": self.operator,
             "kind": self.kind,
-            "phase": self.phase,
+            "phase": str(self.phase),
             "layer": self.layer,
             "call": self.call,
             "file": line.file if line is not None else None,
@@ -178,7 +205,7 @@ def describe(tensor: Tensor, name: str | None = None) -> Operand:
 
     Host sync: about six.
     """
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    dtype = dtype_name(tensor.dtype)
     parts = _values(tensor)
     if parts is None or not parts:
         return Operand(tuple(tensor.shape), dtype, numel=tensor.numel(), name=name)

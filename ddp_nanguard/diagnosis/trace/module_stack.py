@@ -58,13 +58,6 @@ class ModuleStack:
         stack = self._again if in_backward() else self._stack
         return stack[-1] if stack else None
 
-    def leave_recomputation(self) -> None:
-        """Empty the stack of recomputed forwards.
-
-        Non-reentrant checkpointing stops in the middle of a forward, whose forward hooks then never run.
-        """
-        self._again = []
-
     def _before(self, module: nn.Module, _: Any) -> None:
         name = self._names.get(id(module))
         if name is None:

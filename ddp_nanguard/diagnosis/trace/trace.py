@@ -1,8 +1,8 @@
 """Runs every operator of one step under a dispatch mode: which operator made a non-finite value, and how it spread.
 
 [Note: where a value begins]
-An operator makes a non-finite value (category ``birth``) where its output is worse than everything it was given; -Inf,
-+Inf, NaN, worst last. A number of the user's code written into a tensor (``masked_fill`` with -inf) is a ``constant``.
+An operator produces a non-finite value where its output is worse than everything it was given; -Inf, +Inf, NaN, worst
+last. A number of the user's code written into a tensor (``masked_fill`` with -inf) is a ``constant``.
 A value made out of -inf begins at the operator that made it if that -inf is a mask: a constant, or a value from outside
 the step. Only non-finite values are recorded: an operator with finite outputs costs one pass over them and leaves
 nothing behind.
@@ -29,7 +29,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ddp_nanguard.hooks.autograd import in_backward
 
 from .divisor_sources import DivisorSource, DivisorSources
-from .events import MAX_ROWS, SEVERITY, Event, NumberCall, describe, hit_mask, quick_kind, worst_kind
+from .events import (
+    MAX_ROWS,
+    SEVERITY,
+    Event,
+    EventCategory,
+    EventPhase,
+    NumberCall,
+    describe,
+    hit_mask,
+    quick_kind,
+    worst_kind,
+)
 from .module_stack import LayerCall, ModuleStack
 from .operators import FILLS, Operator, Operators, kinds_of, named_arguments, numbers_of, tensors_of
 from .source_lines import CodeLocation, FrameKind, first_spot, is_wrappers_own, stack_of
@@ -166,12 +177,17 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         if worst is None:
             return
         event = self._event_of(operator, worst, given, frame)
-        if event.category == "spread" and event.outside and not event.parents and is_wrappers_own(frame):
+        if (
+            event.category is EventCategory.PROPAGATED
+            and event.outside
+            and not event.parents
+            and is_wrappers_own(frame)
+        ):
             # FSDP gathers and copies a bad weight before any module reads it; blaming its copy would name no line of
             # the user.
             self._pass_on(event, [tensor for tensor, kind in zip(outputs, kinds, strict=True) if kind is not None])
             return
-        if event.category == "birth" or event.outside:
+        if event.category is EventCategory.PRODUCED or event.outside:
             self._describe(event, function, operator, given, kwargs, outputs[kinds.index(worst)])
         self.events.append(event)
         self._by_order[event.order] = event
@@ -193,18 +209,20 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         kinds = [quick_kind(value) for _, value in sources]
         worst = worst_kind(kinds)
         numbers = list(numbers_of([value for _, _, value in given]))
-        event = Event(self.num_operators, operator.name, kind, "spread", "", None, None, ())
+        event = Event(
+            self.num_operators, operator.name, kind, EventCategory.PROPAGATED, EventPhase.FORWARD, None, None, ()
+        )
         if operator.is_literal or (SEVERITY[kind] > SEVERITY[worst] and _is_as_bad(numbers, kind)):
-            event.category = "constant"
+            event.category = EventCategory.CONSTANT
         elif SEVERITY[kind] > SEVERITY[worst]:
-            event.category = "birth"
+            event.category = EventCategory.PRODUCED
         bad = [original for (original, _), k in zip(sources, kinds, strict=True) if k == worst and worst is not None]
-        if event.category == "constant":
+        if event.category is EventCategory.CONSTANT:
             written = [kind] if operator.is_literal else kinds_of(numbers)
             bad = [self._read[k] for k in written if k in self._read]
             if operator.is_literal:  # from_numpy of a batch
                 bad += [original for original, _ in sources if self.memory.name_of(original)]
-            event.category = "spread" if bad else "constant"
+            event.category = EventCategory.PROPAGATED if bad else EventCategory.CONSTANT
         self._follow(event, bad)
         event.roots = self._roots(event, worst)
         self._place(event, frame)
@@ -219,9 +237,9 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
 
     def _roots(self, event: Event, worst: str | None) -> frozenset[int]:
         found = {root for parent in event.parents for root in self._by_order[parent].roots}
-        if event.outside and not (event.category == "birth" and worst == "-inf"):
+        if event.outside and not (event.category is EventCategory.PRODUCED and worst == "-inf"):
             found.add(event.order)
-        if event.category == "birth":
+        if event.category is EventCategory.PRODUCED:
             found = {root for root in found if root == event.order or not self._is_legal(self._by_order[root])}
         # Bounded, since each event takes over the roots of all its parents.
         return frozenset(sorted(found)[:8]) or frozenset({event.order})
@@ -229,7 +247,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     @staticmethod
     def _is_legal(root: Event) -> bool:
         """Whether a root is a mask: infinities that the code wrote, or -inf that existed before the step."""
-        if root.category == "constant":
+        if root.category is EventCategory.CONSTANT:
             return root.kind != "nan" and root.base in FILLS
         return bool(root.outside) and root.kind == "-inf"
 
@@ -238,13 +256,14 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         self.was_compiled = self.was_compiled or FrameKind.COMPILED in stack.kinds
         event.lines = tuple(spot.line() for spot in stack.spots)
         here = self._modules.top()
-        event.phase = "step code" if here is None else "forward"
+        event.phase = EventPhase.STEP_CODE if here is None else EventPhase.FORWARD
         if in_backward():
-            event.phase = "recomputation" if FrameKind.CHECKPOINT in stack.kinds and stack.spots else "backward"
+            is_recomputed = FrameKind.CHECKPOINT in stack.kinds and stack.spots
+            event.phase = EventPhase.RECOMPUTATION if is_recomputed else EventPhase.BACKWARD
             self._place_node(event)
         elif FrameKind.OPTIMIZER in stack.kinds:
-            event.phase = "update"
-        if here is not None and event.phase != "backward":
+            event.phase = EventPhase.UPDATE
+        if here is not None and event.phase is not EventPhase.BACKWARD:
             event.layer, event.call = here
 
     def _place_node(self, event: Event) -> None:
@@ -300,7 +319,10 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     def first_nonfinite_op_of(self, event: Event) -> Event:
         """The earliest event that the value of ``event`` began with, masks and constants last."""
         roots = [self._by_order[root] for root in sorted(event.roots)]
-        return next((root for root in roots if not self._is_legal(root) and root.category != "constant"), roots[0])
+        return next(
+            (root for root in roots if not self._is_legal(root) and root.category is not EventCategory.CONSTANT),
+            roots[0],
+        )
 
     def path(self, first_nonfinite_op: Event, target: Event) -> list[Event]:
         """The events from ``first_nonfinite_op`` to ``target``, both included; shorter where the links are unknown."""

@@ -57,7 +57,7 @@ class Traced:
         """JSON-ready data, with at most `MAX_PATH` events of the path."""
         return {
             "target": self.target,
-            "birth": self.first_nonfinite_op.to_dict() if self.first_nonfinite_op is not None else None,
+            "first_nonfinite_op": self.first_nonfinite_op.to_dict() if self.first_nonfinite_op is not None else None,
             "path": [event.place() for event in self.path[:MAX_PATH]],
             "path_length": len(self.path),
             "micro_batch": self.micro_batch,
