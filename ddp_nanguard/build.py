@@ -77,6 +77,7 @@ def validate_args(
     wrapper = wrapper_of(model)
     _require_eager_autograd(wrapper)
     _require_materialised(model)
+    # by the unwrapped model: the same one inside another wrapper is guarded all the same
     if wrapper.root in guarded:
         raise ValueError(f"model {type(model).__name__} has a guard already; close() that one, or use it")
     optimizers = _as_list(optimizer)
@@ -274,6 +275,7 @@ def build_context(
         problem = f"the guard cannot be built: {type(error).__name__}: {error}"
     device = _device_of(args.wrapper) if args is not None else torch.device("cpu")
     ranks = RankGroup(group, args.config.timeout_s if args is not None else 60.0, device)
+    # collectives from here on: every rank gets here, with a problem or without
     ranks.require_no_problem(problem)
     assert args is not None
     ranks.require_equal_options({**args.config.to_dict(), **environment_option()})

@@ -142,7 +142,7 @@ class GuardContext:
         # a module that is registered twice is one layer: its second name is no module's
         others = [alias for alias in aliases if self.wrapper.owner_of(alias) in self.module_names]
         parameter = dict(self.wrapper.named_parameters()).get(name)
-        taken_by = [call.layer for call in calls for taken in call.inputs if taken.ref() is parameter is not None]
+        taken_by = [call.layer for call in calls for record in call.inputs if record.ref() is parameter is not None]
         return list(dict.fromkeys([*(self.owner_of(each) for each in (name, *others)), *taken_by]))
 
     @property

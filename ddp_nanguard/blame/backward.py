@@ -148,9 +148,9 @@ class _BackwardBlame:
         outer = {id(ancestor) for call in blamed for ancestor in call.ancestors()}
         return [call for call in blamed if id(call) not in outer]
 
-    def _got_clean_gradients(self, call: ModuleCall, taken: TensorRecord) -> bool:
-        outputs = {id(record) for record in call.outputs}
-        return id(taken) not in outputs and bool(outputs & self._clean) and not outputs & self._bad
+    def _got_clean_gradients(self, call: ModuleCall, record: TensorRecord) -> bool:
+        outputs = {id(output) for output in call.outputs}
+        return id(record) not in outputs and bool(outputs & self._clean) and not outputs & self._bad
 
     def _inline_code(self, layer: str, record: TensorRecord) -> InlineCode:
         if not record.call.is_ordered:

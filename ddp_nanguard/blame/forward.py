@@ -19,12 +19,12 @@ def forward_sites(blame_input: BlameInput) -> list[RankedSite]:
     """Sites of tensors that are bad in the forward and not masked by a parent's finite output, in execution order."""
     kinds = WorstKinds(blame_input.slot_stats)
     sites: list[RankedSite] = []
-    done: set[int] = set()
+    handled: set[int] = set()
     low_confidence: set[int] = set()
     for stats in blame_input.slot_stats:
         record = stats.source
-        if isinstance(record, TensorRecord) and id(record) not in done and (kind := kinds.of(record)) is not None:
-            done.add(id(record))
+        if isinstance(record, TensorRecord) and id(record) not in handled and (kind := kinds.of(record)) is not None:
+            handled.add(id(record))
             if not _is_masked_by_parent(record, kinds, kind) and not blame_input.is_ignored(record.call.layer):
                 ranked = _forward_site(blame_input, record, kinds, kind, stats.order, low_confidence)
                 sites.append(ranked)
@@ -113,26 +113,26 @@ def _input_kind(call: ModuleCall, kinds: WorstKinds) -> str | None:
     ``unchecked`` where an input was not looked at, or where no tensor was found among the arguments.
     """
     found = kinds.worst_of(call.inputs)
-    if found is None and (not call.takes_tensors or not all(kinds.was_read(taken) for taken in call.inputs)):
+    if found is None and (not call.takes_tensors or not all(kinds.was_read(record) for record in call.inputs)):
         return "unchecked"
     return found
 
 
 def _source_of_negative_inf(call: ModuleCall, kinds: WorstKinds) -> str | None:
     """Where the -inf among a call's inputs came from, in words: a layer, or the code around; None if there is none."""
-    for taken in call.inputs:
-        if kinds.of(taken) == "-inf":
-            if taken.slot == "output":
-                return layer_text(taken.call.layer)
-            around = taken.call.parent
+    for record in call.inputs:
+        if kinds.of(record) == "-inf":
+            if record.slot == "output":
+                return layer_text(record.call.layer)
+            around = record.call.parent
             return "the training step" if around is None else f"code of {layer_text(around.layer)}"
     return None
 
 
 def _only_passed_on(call: ModuleCall, kinds: WorstKinds, kind: str, low_confidence: set[int]) -> bool:
     """Whether all of the call's inputs that are bad in this way had low confidence themselves, and there are some."""
-    taken = [record for record in call.inputs if kinds.of(record) == kind]
-    return bool(taken) and all(id(record) in low_confidence for record in taken)
+    bad = [record for record in call.inputs if kinds.of(record) == kind]
+    return bool(bad) and all(id(record) in low_confidence for record in bad)
 
 
 def _clean_child_before(parent: ModuleCall, child: ModuleCall | None, kinds: WorstKinds) -> str | None:

@@ -34,6 +34,7 @@ def report_of(
     blame = blame_input(context, record, findings)
     findings.sites, findings.known_nonfinite = local_sites(blame), blame.known_nonfinite
     shared = exchange_sites(context.ranks, _rank_fault(context, record, findings), record.step)
+    # read after the exchange: that is where peers are found to be lost
     is_single = context.ranks.peers_lost
     sites = _single_rank_sites(shared.sites) if is_single else _without_victims(shared.sites)
     origin = sites[0] if sites else None
@@ -95,6 +96,7 @@ def _with_more(cause: str, known: str) -> str:
 def _cause_of(origin: Site | None, let_through: int | None) -> str:
     if origin is None:
         return "unknown: no probe saw where the value came from"
+    # a case without `input_kind` is for a value that was made there: what it was made from was seen finite
     match origin.phase:
         case Phase.STATE if origin.input_kind is None:
             return "a parameter, buffer or optimizer state was bad before the step"

@@ -15,6 +15,7 @@ def state_sites(blame_input: BlameInput) -> list[RankedSite]:
     """
     early, _ = _changed_in_window(blame_input)
     sites = [
+        # the update of the step before made it, though only this step's verdict shows it
         _site(blame_input, f, Phase.OPTIMIZER, blame_input.step - 1, n)
         for n, f in enumerate(blame_input.nonfinite_state.by_update)
     ]
@@ -74,6 +75,7 @@ def _site(
     input_kind: str | None = None,
 ) -> Site:
     return Site(
+        # a value that communication made began on no single rank
         rank=None if phase is Phase.REDUCE else blame_input.rank,
         step=step,
         micro_batch=None,

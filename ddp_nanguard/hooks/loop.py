@@ -192,6 +192,7 @@ class BeforeStepHook(WeakHook):
                 f"{type(optimizer).__name__}.step() inside the backward leaves no moment before the update for a "
                 "verdict; step after the backward, or set enabled=False"
             )
+        # the scaler's entry was judged; a second verdict in the same step would be one collective too many
         if events.is_inside_scaler():
             events.begin_update(optimizer)
             return None

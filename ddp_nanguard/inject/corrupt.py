@@ -4,7 +4,7 @@
 A value of the forward or the backward is corrupted by an operator with finite inputs, a division by zero, so that a
 trace finds the operator as it would find one in the user's code. Of a value of the forward only the first element is
 hit. Of a gradient, and of a weight before the step, every element is: one alone may meet a ReLU that was off, or a row
-of an embedding that nobody looks up.
+of an embedding that no index looks up.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def reinject(model: nn.Module, recorded: list[dict[str, Any]]) -> tuple[list[Inj
 
     Args:
         model: of the replay.
-        recorded: what `fired_injections` gave in the job.
+        recorded: what `fired_injections` returned in the job.
 
     Returns:
         The injections that have hooks now, and notes about all recorded ones for the outcome.

@@ -25,6 +25,7 @@ from .slots import SlotBuffer
 
 What = Literal["taken", "given", "taken gradient", "given gradient"]
 ACCUMULATED: tuple[What, ...] = ("taken", "given", "taken gradient", "given gradient")
+"""The four accumulators of a module in their order in memory: inputs, outputs, and the gradients of each."""
 
 _REDUCIBLE = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 
@@ -75,13 +76,13 @@ class CompiledSlots:
 
     def before(self, layer: str) -> MinMaxAccumulators:
         """The accumulators for the hook before a module: its inputs and their gradients."""
-        taken, _, gradient, _ = self._accumulators[self._index[layer]]
-        return MinMaxAccumulators(taken, gradient if self._probes_gradients else None)
+        inputs, _, gradient, _ = self._accumulators[self._index[layer]]
+        return MinMaxAccumulators(inputs, gradient if self._probes_gradients else None)
 
     def after(self, layer: str) -> MinMaxAccumulators:
         """The accumulators for the hook after a module: its outputs and their gradients."""
-        _, given, _, gradient = self._accumulators[self._index[layer]]
-        return MinMaxAccumulators(given, gradient if self._probes_gradients else None)
+        _, outputs, _, gradient = self._accumulators[self._index[layer]]
+        return MinMaxAccumulators(outputs, gradient if self._probes_gradients else None)
 
     def move_to(self, slots: SlotBuffer, micro_batch: int) -> None:
         """Copy what a micro-batch accumulated into ``slots`` and empty the accumulators. Two kernels, no host read."""

@@ -134,11 +134,12 @@ class _CompiledRegion:
         if "taken" in row and not call.inputs:
             call.takes_tensors = True
             cause = self._source_of_bad_input(call) if is_bad else None
-            taken = cause or CompiledTensorRecord(call, "input")
-            call.inputs.append(taken)
-            taken.consumers.append(call)
+            # a bad input is the tensor that another call returned, not one of its own, and then needs no slot
+            record = cause or CompiledTensorRecord(call, "input")
+            call.inputs.append(record)
+            record.consumers.append(call)
             if cause is None:
-                found.append((False, _stats(row["taken"], taken)))
+                found.append((False, _stats(row["taken"], record)))
         if "given" in row and isinstance(call, CompiledModuleCall):
             found.append((is_bad, _stats(row["given"], self._output(call))))
         return found
@@ -163,7 +164,7 @@ class _CompiledRegion:
             outside = [output for output in sibling.outputs if id(output) in self._bad_outside]
             if outside:
                 return outside[0]
-        outside = [taken for taken in parent.inputs if id(taken) in self._bad_outside]
+        outside = [record for record in parent.inputs if id(record) in self._bad_outside]
         if outside:
             return outside[0]
         is_taken = self._is_bad(parent.layer, "taken") and bool(parent.inputs)
@@ -178,9 +179,9 @@ class _CompiledRegion:
             is_explained = self._is_bad(layer, "given gradient") and self._gradient_came_in_bad(call)
             found.append((is_explained, _gradient(row["given gradient"], self._output(call))))
         if "taken gradient" in row:
-            taken = CompiledTensorRecord(call, "input")
-            taken.consumers.append(call)
-            found.append((self._is_bad(layer, "given gradient"), _gradient(row["taken gradient"], taken)))
+            record = CompiledTensorRecord(call, "input")
+            record.consumers.append(call)
+            found.append((self._is_bad(layer, "given gradient"), _gradient(row["taken gradient"], record)))
         return found
 
     def _gradient_came_in_bad(self, call: ModuleCall) -> bool:

@@ -85,8 +85,8 @@ class ForwardProbe:
         self._past_calls: deque[list[ModuleCall]] = deque()
         self._num_kept = 0
 
-        # - The open micro-batch. Records are found by the `id` of a tensor, which another one can have later: whoever
-        # looks one up asks `TensorRecord.is_still`
+        # - The open micro-batch. Records are found by the `id` of a tensor, which another one can have later:
+        # `TensorRecord.is_still` tells them apart
         self._stack: list[ModuleCall] = []
         self._call_counts: dict[str, int] = {}
         self._records: dict[int, TensorRecord] = {}
@@ -294,30 +294,30 @@ class ForwardProbe:
         return None
 
     def _record_input(self, call: ModuleCall, tensor: Tensor) -> None:
-        seen = self._records.get(id(tensor))
-        if seen is None or not seen.is_still(tensor):
-            seen = self._record(call, tensor, "input", SlotRole.EVIDENCE)
-        if not seen.is_watched:
-            self._watch_gradient(seen, tensor, call)
-        seen.consumers.append(call)
-        call.inputs.append(seen)
+        record = self._records.get(id(tensor))
+        if record is None or not record.is_still(tensor):
+            record = self._record(call, tensor, "input", SlotRole.EVIDENCE)
+        if not record.is_watched:
+            self._watch_gradient(record, tensor, call)
+        record.consumers.append(call)
+        call.inputs.append(record)
 
     def _record_output(self, call: ModuleCall, tensor: Tensor, role: SlotRole) -> None:
-        seen = self._records.get(id(tensor))
-        if seen is None or not seen.is_still(tensor):
-            seen = self._record(call, tensor, "output", role)
+        record = self._records.get(id(tensor))
+        if record is None or not record.is_still(tensor):
+            record = self._record(call, tensor, "output", role)
         elif role is SlotRole.OUTPUT:
             # a child returned it before; the verdict needs the root's outputs in slots of their own role
-            self.slots.reduce(role, tensor, seen)
-        if not seen.is_watched:
-            self._watch_gradient(seen, tensor, call)
-        call.outputs.append(seen)
+            self.slots.reduce(role, tensor, record)
+        if not record.is_watched:
+            self._watch_gradient(record, tensor, call)
+        call.outputs.append(record)
 
     def _record_changed_inputs(self, call: ModuleCall) -> None:
         """Record as outputs the inputs that a module changed in place and did not return."""
-        for taken in call.inputs:
-            tensor = taken.ref()
-            if tensor is not None and not taken.is_still(tensor) and self._records.get(id(tensor)) is taken:
+        for record in call.inputs:
+            tensor = record.ref()
+            if tensor is not None and not record.is_still(tensor) and self._records.get(id(tensor)) is record:
                 self._record_output(call, tensor, SlotRole.EVIDENCE)
 
     def _record(self, call: ModuleCall, tensor: Tensor, slot: str, role: SlotRole) -> TensorRecord:

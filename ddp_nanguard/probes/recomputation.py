@@ -163,21 +163,21 @@ class Recomputation:
             self._running.pop()
 
     def _record_input(self, call: ModuleCall, tensor: Tensor) -> None:
-        seen = self._record(call, tensor, "input")
-        seen.consumers.append(call)
-        call.inputs.append(seen)
+        record = self._record(call, tensor, "input")
+        record.consumers.append(call)
+        call.inputs.append(record)
 
     def _record_output(self, call: ModuleCall, outputs: list[Tensor]) -> None:
         call.outputs += [self._record(call, tensor, "output") for tensor in outputs]
 
     def _record(self, call: ModuleCall, tensor: Tensor, slot: str) -> TensorRecord:
-        seen = self._records.get(id(tensor))
-        if seen is None or not seen.is_still(tensor):
-            seen = self._records[id(tensor)] = TensorRecord(tensor, call, slot)
-        if not seen.is_watched and tensor.grad_fn is not None:  # a block's output gets its graph after the block
-            seen.is_watched = True
-            self._backward.watch(tensor, seen)
-        return seen
+        record = self._records.get(id(tensor))
+        if record is None or not record.is_still(tensor):
+            record = self._records[id(tensor)] = TensorRecord(tensor, call, slot)
+        if not record.is_watched and tensor.grad_fn is not None:  # a block's output gets its graph after the block
+            record.is_watched = True
+            self._backward.watch(tensor, record)
+        return record
 
 
 def _next_number() -> int:

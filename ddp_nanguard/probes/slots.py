@@ -105,7 +105,7 @@ class SlotPage:
         self._roles: list[SlotRole] = []
         self.layout = 0
 
-        # - Values of earlier steps by their place in the ring
+        # - Values of earlier steps by their position in the ring
         self._ring: dict[int, Tensor] = {}
 
     def reduce(self, plain: Tensor, order: int, role: SlotRole, source: Any) -> None:

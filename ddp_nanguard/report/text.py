@@ -182,7 +182,7 @@ def report_text(report: FaultReport, manifest: Holdings | None = None, *, color:
 
 
 def human_size(size_bytes: float) -> str:
-    """A size as people read it, such as ``412 MiB``; units up to GiB, powers of 1024."""
+    """A size as text, such as ``412 MiB``; units up to GiB, powers of 1024."""
     for unit in ("B", "KiB", "MiB"):
         if size_bytes < 1000:
             return f"{size_bytes:.0f} {unit}" if unit == "B" or size_bytes >= 10 else f"{size_bytes:.1f} {unit}"
@@ -205,7 +205,7 @@ def _row(label: str, text: str) -> list[str]:
 
 
 def _unwrapped(label: str, text: str) -> str:
-    """One line with the label on the left, never wrapped: for commands and paths, which people copy."""
+    """One line with the label on the left, never wrapped: for commands and paths that are to be copied."""
     return f"  {label:<{LABEL_WIDTH}}{text}"
 
 

@@ -42,7 +42,7 @@ KINDS = ("nan", "inf", "-inf")
 """Kinds of non-finite values, worst first."""
 
 
-# -- what a field may hold beyond its type; whoever reads a fault from a file checks it -------------------------------
+# -- what a field may hold beyond its type; the reader of a dump checks it --------------------------------------------
 
 MAX_WORLD_SIZE = 2**20
 """Bounds the numbers in a dump: far more ranks than any job has, and few enough to be counted one by one."""
@@ -177,7 +177,7 @@ class Site:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Site:
-        """A site from what `to_dict` gave, of this process or another one; ``order`` is 0.
+        """A site from what `to_dict` returned, of this process or another one; ``order`` is 0.
 
         Raises:
             KeyError, TypeError, ValueError: the data is of another form.
@@ -229,7 +229,7 @@ class SecondRun:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> SecondRun:
-        """An outcome from what `to_dict` gave, of this process or another one.
+        """An outcome from what `to_dict` returned, of this process or another one.
 
         Raises:
             KeyError, TypeError: the data is of another form.
@@ -301,7 +301,7 @@ class FaultReport:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> FaultReport:
-        """A report from what `to_dict` gave, of this process or another one; further keys are ignored.
+        """A report from what `to_dict` returned, of this process or another one; further keys are ignored.
 
         Raises:
             KeyError, TypeError, ValueError: the data is of another form.
