@@ -227,7 +227,7 @@ def _explaining(blame_input: BlameInput) -> list[NonFiniteTensor]:
         assert micro_batch is not None
         inputs = _root_inputs(blame_input, micro_batch)
         bad = [record for record in inputs if kinds.of(record) is not None]
-        # without any record of the root's inputs (compiled, or never called) a bad output is explanation enough
+        # where no input of the root was recorded, an output that is bad, or was not seen either, is explanation enough
         is_unseen_input = not inputs and outputs.get(micro_batch, "unchecked") is not None
         is_by_loss = micro_batch in losses and outputs.get(micro_batch) is None
         if bad:
@@ -250,7 +250,7 @@ def _root_inputs(blame_input: BlameInput, micro_batch: int) -> list[TensorRecord
 def _matching(items: list[NonFiniteTensor], bad: list[TensorRecord]) -> list[NonFiniteTensor]:
     """Batch items that are bad inputs of the root themselves, else those of an equal shape.
 
-    A copy to the device is another tensor, hence the shapes; a label that is bad as well is mostly of another one.
+    A copy to the device is another tensor, hence the shapes; a label that is bad as well mostly has another shape.
     """
     tensors = [tensor for record in bad if (tensor := record.ref()) is not None]
     same = [item for item in items if any(item.tensor is tensor for tensor in tensors)]

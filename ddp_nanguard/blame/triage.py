@@ -121,7 +121,8 @@ class Triage:
             With a decision, or with none where there seems to be a fault: then `examine` comes next.
 
         Collective: for an overflow one all-reduce of 8 bytes, and the fault round if it is logged, on the fault group;
-        else none. Host sync: many for an overflow that is logged, one per page of slots for a warning, else none.
+        else none. Host sync: two for an overflow and many if it is logged, one per page of slots for a warning, else
+        none.
         """
         if severity is Severity.OVERFLOW:
             return self._overflow(record)

@@ -209,7 +209,7 @@ class BeforeStepHook(WeakHook):
 
 
 class AfterStepHook(WeakHook):
-    """The hook after ``optimizer.step``."""
+    """The hook after ``optimizer.step``, when the weights may have changed."""
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Report that the optimizer has stepped."""

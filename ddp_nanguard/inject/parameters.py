@@ -35,6 +35,7 @@ def own_parameters(wrapper: Wrapper, layer: str, trained: bool) -> Iterator[OwnP
     """
     for held_as, parameter in wrapper.named_parameters():
         if parameter.is_floating_point() and (parameter.requires_grad or not trained):
+            # under FSDP1 one flat parameter holds those of several layers, so the layer is told by the shard's name
             for shard in wrapper.shards("", held_as, parameter, parameter):
                 if shard.name.rpartition(".")[0] == layer and shard.tensor.numel():
                     yield OwnParameter(shard.name, parameter, held_as)

@@ -157,7 +157,8 @@ class Budget:
         note: what was decided, for the report; None while nothing was left out.
         level_index: 0 is the finest of `levels_of`; it never goes back, or a job whose speed varies would swing.
 
-    Host sync: one per decision on CUDA, of which there are at most seven in the life of a job.
+    Host sync: on CUDA one per timed step: `MEASURED` per decision, of which there are at most seven in the life of a
+    job.
     """
 
     def __init__(self, limit: float | None, forward: ForwardProbe, device: torch.device) -> None:

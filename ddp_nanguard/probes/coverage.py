@@ -81,6 +81,7 @@ class HookCheck:
 
         Host sync: one per page of slots in the first step of a compiled model, else none.
         """
+        # once only, since it makes the host wait for the slots
         if self._forward.compiled_slots is not None and not self._checked_compiled:
             self._checked_compiled = True
             self._check_compiled(self._forward.compiled_slots.layers)

@@ -136,7 +136,7 @@ class Holdings(Protocol):
 
     @property
     def ranks_present(self) -> Sequence[int]:
-        """Global ranks whose files are in the dump, ascending."""
+        """Global ranks whose files are in the dump."""
 
     @property
     def alone(self) -> bool:

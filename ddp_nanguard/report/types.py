@@ -223,7 +223,7 @@ class SecondRun:
     text: str
 
     def to_dict(self) -> dict[str, Any]:
-        """The outcome as JSON-ready data."""
+        """The outcome as JSON-ready data, as a manifest holds it."""
         ranks = {outcome: {"count": count, "first": list(first)} for outcome, (count, first) in self.ranks.items()}
         return {"outcome": self.outcome, "ranks": ranks, "text": self.text}
 
