@@ -1,4 +1,4 @@
-"""What the user gives to a guard, checked."""
+"""From the arguments of `NanGuard` to a `GuardContext`: validation on this rank, comparison of ranks, composition."""
 
 from __future__ import annotations
 
@@ -36,7 +36,15 @@ from .wrappers.grad_scaler import WatchedScaler, require_fitting_scaler
 
 @dataclass(frozen=True)
 class ValidatedArgs:
-    """What the user gave, checked on this rank."""
+    """The arguments of `NanGuard` after validation on this rank.
+
+    Attributes:
+        config: the options, environment included.
+        wrapper: the adapter of the model's kind of wrapper.
+        optimizers: at least one, each once.
+        scaler: None without one, and where it is disabled.
+        recipe_directory: where the module of ``replay=`` lies; None where that is not given or not a file.
+    """
 
     config: GuardConfig
     wrapper: Wrapper
@@ -52,7 +60,14 @@ def validate_args(
     replay: str | None,
     options: dict[str, Any],
 ) -> ValidatedArgs:
-    """What the user gave, checked on this rank.
+    """Validate the arguments of `NanGuard` on this rank, without any communication.
+
+    Args:
+        model: what the training loop calls.
+        optimizer: one, or several.
+        scaler: a GradScaler, or None.
+        replay: ``module:function`` of the recipe, or None.
+        options: those given in code; the environment wins over them.
 
     Raises:
         ValueError: names the option, the value and the remedy.
@@ -62,6 +77,7 @@ def validate_args(
     wrapper = wrapper_of(model)
     _require_eager_autograd(wrapper)
     _require_materialised(model)
+    # by the unwrapped model: the same one inside another wrapper is guarded all the same
     if wrapper.root in guarded:
         raise ValueError(f"model {type(model).__name__} has a guard already; close() that one, or use it")
     optimizers = _as_list(optimizer)
@@ -81,7 +97,7 @@ def _require_recipe(config: GuardConfig, replay: str | None) -> None:
 
 
 def _require_deferrable(config: GuardConfig, optimizer: torch.optim.Optimizer, wrapper: Wrapper) -> None:
-    """The device withholds an update only through an optimizer that takes ``found_inf``."""
+    """Refuse a deferred verdict where the device cannot withhold the update: that needs ``found_inf``."""
     if config.verdict != "deferred":
         return
     name = type(optimizer).__name__
@@ -104,7 +120,8 @@ def _require_deferrable(config: GuardConfig, optimizer: torch.optim.Optimizer, w
 
 
 def _require_eager_autograd(wrapper: Wrapper) -> None:
-    settings = sys.modules.get("torch._dynamo.config")  # not loaded: nobody has asked for it, and it loads slowly
+    # read only where it is loaded already: importing it is slow, and unloaded it cannot have been switched on
+    settings = sys.modules.get("torch._dynamo.config")
     if wrapper.hides_compiled_gradients and settings is not None and getattr(settings, "compiled_autograd", False):
         raise ValueError(
             "torch._dynamo.config.compiled_autograd=True compiles DDP's backward, whose hooks then see no gradient; "
@@ -119,10 +136,14 @@ def _require_materialised(model: nn.Module) -> None:
 
 
 def require_fitting_group(group: dist.ProcessGroup | None, model: nn.Module) -> None:
-    """The guard must step with the ranks that the model communicates with.
+    """Check that the guard steps with exactly the ranks that the model communicates with.
+
+    Args:
+        group: the option; None is the world.
+        model: whose wrapper knows its own ranks; one that does not communicate fits every group.
 
     Raises:
-        ValueError: on this rank alone.
+        ValueError: on this rank alone, for a wrong group gives no peers to tell it to.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return
@@ -143,7 +164,7 @@ def _ranks_of(model: nn.Module) -> list[int] | None:
     try:
         return wrapper_of(model).group_ranks()
     except ValueError:
-        return None  # said later, on every rank
+        return None  # `validate_args` raises it again, and then all ranks are told
 
 
 def _as_list(optimizer: object) -> list[torch.optim.Optimizer]:
@@ -177,7 +198,11 @@ def _require_fitting_optimizer(optimizer: object, wrapper: Wrapper) -> None:
 
 
 def _recipe_directory(replay: str | None) -> str | None:
-    """Where the recipe's module lies; the module is not imported."""
+    """The directory of the recipe's module, None where it has no file. The module itself is not imported.
+
+    Raises:
+        ValueError: the text names no function, or a file or module that is not there.
+    """
     if replay is None:
         return None
     if not isinstance(replay, str):
@@ -216,12 +241,21 @@ def build_context(
     group: dist.ProcessGroup | None,
     options: dict[str, Any],
 ) -> GuardContext:
-    """Check what was given, on this rank and against the others, and compose the parts.
+    """Validate the arguments of `NanGuard`, compare them with those of the other ranks, and build the parts.
+
+    Args:
+        model: what the training loop calls.
+        optimizer: one, or several.
+        scaler: a GradScaler, or None.
+        replay: ``module:function`` of the recipe, or None.
+        group: the ranks that step together; None is the world.
+        options: those given in code.
 
     Raises:
-        ValueError: on every rank if anything does not fit on any rank.
+        ValueError: on every rank if anything does not fit on any rank; for a wrong ``group``, on this rank alone.
 
-    Collective: a gloo group is made; problems and options are compared on it.
+    Collective: every rank of ``group`` must call it. A gloo group is made, on which problems, options and the fault to
+    inject are compared: `RankGroup` tells the all-reduces of each.
     """
     args: ValidatedArgs | None = None
     problem: str | None = None
@@ -231,15 +265,17 @@ def build_context(
     if group is not None and not isinstance(group, dist.ProcessGroup):
         problem = f"option group={group!r} is a {type(group).__name__}; give a torch.distributed process group"
         group = None
-    require_fitting_group(group, model)  # raised on this rank alone: over the wrong ranks there is nobody to tell
+    require_fitting_group(group, model)
+    # from here on a problem is held back until all ranks know of it: raised at once, it would leave the others waiting
     try:
         args = validate_args(model, optimizer, scaler, replay, options) if problem is None else None
     except ValueError as error:
         problem = str(error)
-    except Exception as error:  # on one rank alone it would leave the others waiting
+    except Exception as error:
         problem = f"the guard cannot be built: {type(error).__name__}: {error}"
     device = _device_of(args.wrapper) if args is not None else torch.device("cpu")
     ranks = RankGroup(group, args.config.timeout_s if args is not None else 60.0, device)
+    # collectives from here on: every rank gets here, with a problem or without
     ranks.require_no_problem(problem)
     assert args is not None
     ranks.require_equal_options({**args.config.to_dict(), **environment_option()})
@@ -249,7 +285,7 @@ def build_context(
         guarded.add(args.wrapper.root)
     else:
         ranks.close()
-    context = _composed(args, ranks, replay, device)
+    context = _compose(args, ranks, replay, device)
     context.injection = injection
     return context
 
@@ -260,7 +296,7 @@ def _device_of(wrapper: Wrapper) -> torch.device:
     return torch.device("cpu")
 
 
-def _composed(args: ValidatedArgs, ranks: RankGroup, recipe: str | None, device: torch.device) -> GuardContext:
+def _compose(args: ValidatedArgs, ranks: RankGroup, recipe: str | None, device: torch.device) -> GuardContext:
     config, wrapper = args.config, args.wrapper
     parameters = wrapper.named_parameters()
     modules = wrapper.named_modules()
@@ -269,6 +305,7 @@ def _composed(args: ValidatedArgs, ranks: RankGroup, recipe: str | None, device:
     slots.expand_compiled = expand_compiled
     backward = BackwardProbe(slots, probes_activations=config.watches(Phase.BACKWARD))
     forward = ForwardProbe(modules, slots, backward, config.skip_types)
+    # a scaler looks at what its optimizer holds, so a bad gradient of any other parameter is never skipped by it
     held = {id(p) for optimizer in args.optimizers for group in optimizer.param_groups for p in group["params"]}
     left_out = {shard.name for name, p in parameters if id(p) not in held for shard in wrapper.shards("", name, p, p)}
     gradient = GradientProbe(
@@ -306,7 +343,7 @@ def _composed(args: ValidatedArgs, ranks: RankGroup, recipe: str | None, device:
 
 
 def _warn_of_small_eps(optimizers: list[torch.optim.Optimizer]) -> None:
-    """``eps`` that rounds to zero in a parameter's dtype: the update divides 0 by 0 where the gradient is zero."""
+    """Warn of an ``eps`` that is 0 in a parameter's dtype: the update divides 0 by 0 where the gradient is zero."""
     for optimizer in optimizers:
         for index, group in enumerate(optimizer.param_groups):
             eps = group.get("eps")
@@ -322,24 +359,28 @@ def _warn_of_small_eps(optimizers: list[torch.optim.Optimizer]) -> None:
 
 
 def _without_hooks(wrapper: Wrapper, gradient: GradientProbe) -> GradientWatch:
+    # hooks go on at the first forward in grad mode, together with those of the modules
     watch = wrapper.watch_local_gradients(gradient.probe_local)
     watch.remove_hooks()
     return watch
 
 
 def _buffer_reader(wrapper: Wrapper) -> Callable[[], list[tuple[str, Tensor]]]:
-    """Reads the buffers afresh without walking the tree each time; a buffer may be replaced between two reads."""
+    """A function that gives name and buffer of the model without walking the module tree in each call.
+
+    It asks the owning module each time, since a buffer may be replaced or removed between two calls.
+    """
     modules = dict(wrapper.named_modules())
-    places = [(name, modules[wrapper.owner_of(name)], name.rpartition(".")[2]) for name, _ in wrapper.named_buffers()]
+    owners = [(name, modules[wrapper.owner_of(name)], name.rpartition(".")[2]) for name, _ in wrapper.named_buffers()]
 
     def read() -> list[tuple[str, Tensor]]:
-        return list(_present(places))
+        return list(_present_buffers(owners))
 
     return read
 
 
-def _present(places: list[tuple[str, nn.Module, str]]) -> Iterator[tuple[str, Tensor]]:
-    for name, module, attribute in places:
+def _present_buffers(owners: list[tuple[str, nn.Module, str]]) -> Iterator[tuple[str, Tensor]]:
+    for name, module, attribute in owners:
         buffer = module._buffers.get(attribute)
         if buffer is not None:
             yield name, buffer

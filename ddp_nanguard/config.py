@@ -27,22 +27,27 @@ class GuardConfig:
     Lists are given in the environment as comma-separated values, booleans as 0/1/true/false, None as ``none``.
     """
 
+    # - What is done about a fault
     enabled: bool = True
-    """False: the guard does nothing at all."""
+    """Whether the guard looks at anything; if not, a step has no probe and no collective of the guard's."""
     on_fault: Literal["stop", "skip", "warn"] = "stop"
     """``stop`` raises on every rank, ``skip`` clears the gradients and goes on, ``warn`` lets the update go ahead."""
     max_skips: int = 10
     """Under ``skip``, the number of skipped steps after which the next fault stops."""
     on_loss: Literal["stop", "warn"] = "stop"
     """What a non-finite loss does whose gradients are all finite; ignored with a scaler."""
+
+    # - What is looked at
     watch: tuple[str, ...] = tuple(str(phase) for phase in Phase)
-    """Phases that are looked at."""
+    """Phases that are looked at, by the values of `Phase`; by default all."""
     skip_types: tuple[str, ...] = ()
-    """Class names of modules that get no probe."""
+    """Class names of modules that get no hooks."""
     ignore: tuple[str, ...] = ()
-    """fnmatch patterns on layer and parameter names: no trigger, no origin."""
+    """fnmatch patterns on layer and parameter names that are never a trigger and never an origin."""
     history: int = 16
-    """Number of past steps whose minimum and maximum per slot are kept."""
+    """Number of past clean steps whose minimum and maximum per slot are kept, on the device."""
+
+    # - Dumps and the end of a job
     dump_dir: str | None = "nan_dumps"
     """Directory of the dumps; None writes none."""
     dump_keep: int = 5
@@ -55,14 +60,18 @@ class GuardConfig:
     """Exit code of every worker when the error is not caught."""
     timeout_s: float = 60.0
     """Seconds that the fault path waits for peers."""
+
+    # - Thresholds
     grad_norm_warn: float | None = None
     """Warn when the L2 norm of this rank's gradients, or of its shards of them, exceeds this: one more pass."""
     state_every: int = 100
-    """Optimizer state is looked at in the first step and then every so many steps."""
+    """Optimizer state is looked at in the first step and then once in this number of steps."""
     max_consecutive_overflows: int = 20
     """Overflows in a row after which a scaler counts as collapsed."""
     scale_floor: float = 2.0**-14
     """A scale below this counts as collapsed."""
+
+    # - What is kept of a step, and what that may cost
     copy_batch: bool = False
     """Copy each micro-batch instead of keeping references."""
     hold_batches: Literal["device", "host"] = "device"
@@ -72,7 +81,8 @@ class GuardConfig:
     keep_previous: bool = False
     """Keep all that an update changes from before it, so that a bad update can be undone and replayed."""
     rerun: bool = False
-    """Run the step of a fault once more before the dump, and say whether it is the same; needs ``replay=``."""
+    """Run the step of a fault a second time before the dump, and report whether the fault comes again; needs
+    ``replay=``."""
     verdict: Literal["sync", "deferred"] = "sync"
     """``deferred``: a fused optimizer withholds a bad update by itself, and the host learns of it one step later."""
     budget: float | None = 0.02
@@ -85,7 +95,11 @@ class GuardConfig:
     def from_code_and_environment(
         cls, options: Mapping[str, Any], environ: Mapping[str, str] | None = None
     ) -> GuardConfig:
-        """Options given in code, overridden by the environment.
+        """The options given in code, overridden by the environment.
+
+        Args:
+            options: by name, as `NanGuard` got them.
+            environ: variables to read; by default those of the process, or none inside `environment_ignored`.
 
         Raises:
             ValueError: an unknown option or a value that does not fit, naming the option, the value and the valid ones.
@@ -128,7 +142,7 @@ class GuardConfig:
             _require("grad_norm_warn", self.grad_norm_warn, self.grad_norm_warn > 0, "a number above 0, or None")
 
     def watches(self, *phases: Phase) -> bool:
-        """Whether any of these phases is watched."""
+        """Whether at least one of these phases is watched."""
         return any(phase in self.watch for phase in phases)
 
     def is_ignored(self, name: str) -> bool:
@@ -140,26 +154,27 @@ class GuardConfig:
         self._validate()
 
     def to_dict(self) -> dict[str, Any]:
-        """The options as JSON-ready data."""
+        """The options as JSON-ready data: by name, with tuples as lists."""
         return json.loads(json.dumps(dataclasses.asdict(self)))  # type: ignore[no-any-return]  # tuples become lists
 
 
 ENV_INJECT = ENV_PREFIX + "INJECT"
 RESERVED_ENVIRONMENT = frozenset({ENV_INJECT})
-"""Variables with the prefix that are no options."""
+"""Variables that begin with the prefix and are no options."""
 
 
 def injection_text() -> str | None:
-    """What ``NANGUARD_INJECT`` says, None where it is not set or empty; `ddp_nanguard.testing` reads it."""
+    """The text of ``NANGUARD_INJECT``; None where it is not set, empty, or ignored (`environment_ignored`)."""
     return _environment().get(ENV_INJECT) or None
 
 
+# a context variable, so that a replay in one thread does not change what a guard in another one reads
 _is_ignored = contextvars.ContextVar("is_ignored", default=False)
 
 
 @contextlib.contextmanager
 def environment_ignored() -> Iterator[None]:
-    """Options are those in the code alone: a replay is not to dump, skip or plant as the job around it does."""
+    """Within this context no environment variable counts: a replay must not dump, skip or inject as its job does."""
     token = _is_ignored.set(True)
     try:
         yield
@@ -192,6 +207,7 @@ def _check_type(name: str, value: object, annotation: Any) -> None:
 
 
 def _fits(value: object, annotation: Any) -> bool:
+    # bool is a subclass of int: True must not pass for a number
     origin = get_origin(annotation)
     if origin is Literal:
         return value in get_args(annotation)
@@ -220,7 +236,7 @@ def _describe(annotation: Any) -> str:
 
 
 def _parse(key: str, text: str, annotation: Any) -> Any:
-    """The value of an environment variable as the option's type."""
+    """Phases that are looked at, by the values of `Phase`; by default all."""
     try:
         return _parse_as(text.strip(), annotation)
     except (ValueError, KeyError):

@@ -1,4 +1,4 @@
-"""`GuardContext`: what one guard is composed of. `build` puts it together from what the user gave."""
+"""`GuardContext`: everything that belongs to one guard. `build` makes it from the arguments of `NanGuard`."""
 
 from __future__ import annotations
 
@@ -32,35 +32,40 @@ _T = TypeVar("_T")
 
 @dataclass
 class GuardContext:
-    """What one guard is composed of. The parts do not know each other unless their own docstring says so.
+    """Everything that belongs to one guard: passed around so that the parts need not know each other.
 
     Attributes:
         config: the options.
-        ranks: those that step together.
+        ranks: the ranks that step together.
         wrapper: the model, and how it is wrapped.
-        optimizers, scaler: of the training loop.
-        slots: where probes leave what they saw.
+        optimizers, scaler: of the training loop; the scaler is None without one.
+        slots: where the probes leave their results.
         backward, forward, gradient, state: the probes.
         local_gradients: hooks that see gradients before any communication; None where no gradient is watched.
-        budget: thins the probes out until they fit.
+        budget: makes ``forward`` watch fewer modules until the probes fit their share of a step.
         window: micro-batches of the step that is running.
         previous: the copy for ``keep_previous``; None without the option.
-        recipe, recipe_directory: ``module:function`` for a replay, and where that module lies.
+        recipe, recipe_directory: ``module:function`` for a replay, and where that module lies; None where not given.
         device: of the model.
-        module_names: clean names of all modules.
-        named_buffers: reads the buffers afresh.
+        module_names: clean names of all modules, those of registered modules included.
+        named_buffers: gives clean name and buffer of the model; called each time, since buffers can be replaced.
         registered: further objects by name, see `NanGuard.register`.
-        known_nonfinite: what a replay is told to be non-finite in clean steps; the history tells it in training.
-        injection: the fault that the environment plants in this job, None in all others.
-        compiled: modules inside compiled code, and modules whose own call is compiled.
+        known_nonfinite: what the dump of a replay says was non-finite in clean steps; in training the ring of clean
+            steps tells it, and this is empty.
+        injection: the fault that the environment injects into this job; None in all others.
+        compiled: names of modules inside compiled code, and of modules whose own call is compiled.
         has_hooks: whether the hooks of the forward are on the modules.
     """
+
+    # - Given by the user, and what follows from it
 
     config: GuardConfig
     ranks: RankGroup
     wrapper: Wrapper
     optimizers: list[torch.optim.Optimizer]
     scaler: WatchedScaler | None
+
+    # - Probes, all of which leave their results in the same slots
     slots: SlotBuffer
     backward: BackwardProbe
     forward: ForwardProbe
@@ -68,13 +73,19 @@ class GuardContext:
     state: StateProbe
     local_gradients: GradientWatch | None
     budget: Budget
+
+    # - What is kept for a dump
     window: AccumulationWindow
     previous: PreviousStep | None
     recipe: str | None
     recipe_directory: str | None
+
+    # - Facts about the model
     device: torch.device
     module_names: frozenset[str]
     named_buffers: Callable[[], list[tuple[str, Tensor]]]
+
+    # - What changes in the life of the guard
     registered: dict[str, Any] = field(default_factory=dict)
     known_nonfinite: frozenset[KnownNonFinite] = frozenset()
     injection: InjectionSpec | None = None
@@ -82,7 +93,13 @@ class GuardContext:
     has_hooks: bool = False
 
     def record(self, step: int) -> StepRecord:
-        """The step that is running, for the fault path. Host sync: none."""
+        """The record of the step that is running. It refers to the open window and slots and copies nothing.
+
+        Args:
+            step: its number.
+
+        Host sync: none.
+        """
         numbers = list(self.state.hyper_parameters())
         return StepRecord(step, self.window, self.forward.calls, self.slots, numbers, self.scaler)
 
@@ -92,9 +109,12 @@ class GuardContext:
         return probe(*args) if meter is None else meter.run(probe, *args)
 
     def keep_clean_step(self, step: int) -> None:
-        """Put the slots of a clean step into the history.
+        """Put the slots of a clean step into the ring; with ``keep_previous``, copy all that its update can change.
 
-        With ``keep_previous`` all that its update can change is copied, and the record kept beside it. Host sync: none.
+        Args:
+            step: its number.
+
+        Host sync: none.
         """
         past = self.slots.push_history(step)
         if self.previous is not None:
@@ -109,7 +129,7 @@ class GuardContext:
         return self.config.is_ignored(name)
 
     def owner_of(self, name: str) -> str:
-        """The layer of a parameter, buffer or optimizer state: the longest module name that its name begins with."""
+        """The layer of a parameter, buffer or optimizer state: the longest module name that ``name`` begins with."""
         while "." in name:
             name = name.rsplit(".", 1)[0]
             if name in self.module_names:
@@ -117,17 +137,25 @@ class GuardContext:
         return ""
 
     def sharers_of(self, name: str, calls: list[ModuleCall]) -> list[str]:
-        """The layers that hold a parameter, the one that names it first, and those that took it as an argument."""
+        """The layers that can have caused a parameter's gradient, each once.
+
+        First the layer that the parameter is named after, then others that hold it too (tied weights), then those that
+        took it as an argument in one of the calls.
+
+        Args:
+            name: clean name of the parameter.
+            calls: the calls of the step.
+        """
         aliases = [alias for alias, kept in self.wrapper.aliases().items() if kept == name]
         # a module that is registered twice is one layer: its second name is no module's
         others = [alias for alias in aliases if self.wrapper.owner_of(alias) in self.module_names]
         parameter = dict(self.wrapper.named_parameters()).get(name)
-        takers = [call.layer for call in calls for taken in call.inputs if taken.ref() is parameter is not None]
-        return list(dict.fromkeys([*(self.owner_of(each) for each in (name, *others)), *takers]))
+        taken_by = [call.layer for call in calls for record in call.inputs if record.ref() is parameter is not None]
+        return list(dict.fromkeys([*(self.owner_of(each) for each in (name, *others)), *taken_by]))
 
     @property
     def watches_activations(self) -> bool:
-        """Whether modules carry hooks at all."""
+        """Whether modules carry hooks at all, which only the phases ``forward`` and ``backward`` need."""
         return self.config.watches(Phase.FORWARD, Phase.BACKWARD)
 
     # -- compiled code -----------------------------------------------------------------------------------------------
@@ -138,7 +166,10 @@ class GuardContext:
         return "" in self.compiled[0]
 
     def follow_compilation(self) -> None:
-        """Put traceable hooks on what has been compiled. To be called until the first forward, which fixes them."""
+        """Put hooks that can be traced on modules that have been compiled since the last call.
+
+        To be called before each forward: compiled code keeps the hooks that it finds when it is first run.
+        """
         found = compiled_modules(self.wrapper.model)
         if found != self.compiled:
             self.compiled = found
@@ -146,14 +177,14 @@ class GuardContext:
                 self.forward.hook_compiled(*found, self.budget.layers_in_compiled_code, self.device)
 
     def flush_compiled(self) -> None:
-        """What compiled code has left since the micro-batch began goes to the board."""
+        """Move what compiled code has accumulated into the slots of the last micro-batch; nothing before the first."""
         if self.window.micro_batches:
             self.forward.flush_compiled()
 
     # -- probes on and off ---------------------------------------------------------------------------------------------
 
     def install_hooks(self) -> bool:
-        """Hooks on; whether they were off."""
+        """Put the hooks on modules and parameters; returns whether they were off."""
         if self.has_hooks:
             return False
         self.has_hooks = True
@@ -164,7 +195,7 @@ class GuardContext:
         return True
 
     def remove_hooks(self) -> None:
-        """Hooks off: a forward without grad mode is left alone."""
+        """Take the hooks off, so that a forward without grad mode is left alone. Nothing where they are off."""
         if self.has_hooks:
             self.has_hooks = False
             self.forward.remove_hooks()
@@ -172,25 +203,33 @@ class GuardContext:
                 self.local_gradients.remove_hooks()
 
     def probe_initial_state(self) -> None:
-        """Parameters and optimizer state before the first step."""
+        """Probe parameters and optimizer state before the first step, unless phase ``state`` is not watched."""
         if self.config.watches(Phase.STATE):
             self.state.probe_before_first_step()
 
     def probe_initial_buffers(self) -> None:
-        """Buffers before the first step, after the wrapper's broadcast; nothing in later steps."""
+        """Probe the buffers before the first step, after the wrapper's broadcast; nothing in later steps."""
         if self.config.watches(Phase.STATE):
             self.state.probe_buffers_before_first_step()
 
     def probe_buffers_before_broadcast(self) -> None:
-        """Buffers that the wrapper is about to overwrite with another rank's: a bad one would leave no trace."""
+        """Probe the buffers that the wrapper is about to overwrite with another rank's: no later probe can see them."""
         if self.config.watches(Phase.STATE) and not self.window.buffers() and self.wrapper.overwrites_buffers():
             self.state.probe_buffers_before_broadcast()
 
     def probe_before_verdict(self, step: int) -> None:
-        """Once per window: gradients that no hook has covered, buffers, now and then optimizer state."""
+        """Probe what is looked at once per window, right before the verdict.
+
+        That is gradients that no hook has seen as they are now, buffers and registered modules, and every
+        ``state_every`` steps the optimizer state.
+
+        Args:
+            step: its number, which decides about the optimizer state on all ranks alike.
+        """
         self.flush_compiled()
         if self.config.watches(Phase.BACKWARD, Phase.REDUCE):
-            self.gradient.flush_pending()  # of a backward that raised
+            # only a backward that raised has left any: nothing else flushes those
+            self.gradient.flush_pending()
             self.gradient.probe_unhooked()
         if self.config.watches(Phase.STATE):
             self.state.probe_buffers_after_forward()
@@ -198,7 +237,11 @@ class GuardContext:
                 self.state.probe_optimizer_state()
 
     def register(self, things: dict[str, Any]) -> None:
-        """Take more things to look after."""
+        """Take further modules, random generators and stateful objects by name, see `NanGuard.register`.
+
+        Raises:
+            ValueError: the name is taken, or the object is of no kind that can be recorded.
+        """
         for name, thing in things.items():
             if name in self.registered:
                 raise ValueError(f"register({name}=...): the name is taken; give another one")
@@ -215,7 +258,7 @@ class GuardContext:
             self.registered[name] = thing
 
     def unhook(self) -> None:
-        """Nothing of the guard is left on the model and the scaler."""
+        """Take every hook off the model and the scaler; a new guard may be made of the model afterwards."""
         self.remove_hooks()
         self.forward.close()
         if self.local_gradients is not None:
@@ -226,7 +269,7 @@ class GuardContext:
         guarded.discard(self.wrapper.root)
 
     def close(self) -> None:
-        """Nothing is held any more."""
+        """Release every tensor and call record, and give the fault group up."""
         self.slots.discard()
         self.window.clear()
         self.forward.release_window()
@@ -234,4 +277,4 @@ class GuardContext:
 
 
 guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Unwrapped models that have a guard: a second one would count every step twice."""
+"""Unwrapped models that have a guard: a second one would count every step twice. Weak, so it keeps no model alive."""

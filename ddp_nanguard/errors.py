@@ -25,8 +25,10 @@ class NonFiniteError(RuntimeError):
 
     Attributes:
         report: what was seen, as plain data. It survives pickling.
-        exit_code: of the worker, if nobody catches the error.
+        exit_code: that the worker ends with if the error is not caught.
         barrier: waits for the peers, who may still write their dumps; does nothing in an unpickled error.
+
+    It holds the exit code and the barrier, so that the exit hook needs no reference to the guard, which may be closed.
     """
 
     def __init__(
@@ -38,9 +40,10 @@ class NonFiniteError(RuntimeError):
         self.barrier = barrier if barrier is not None else _no_peers
 
     def without_traceback(self) -> NonFiniteError:
-        """The same error, to be raised again: a traceback leads to the frames that hold the model."""
+        """An equal error without a traceback, which leads to frames and through them keeps the model alive."""
         return NonFiniteError(str(self), self.report, self.exit_code, self.barrier)
 
+    # the barrier stays behind: it leads to a process group, which no other process can use
     def __reduce__(self) -> tuple[type[NonFiniteError], tuple[str, FaultReport, int]]:
         return type(self), (self.args[0], self.report, self.exit_code)
 

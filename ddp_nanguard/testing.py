@@ -38,15 +38,18 @@ def inject(
 
     Args:
         model: what the training loop calls: plain, DDP, FSDP1 or after ``fully_shard``.
-        rank: on which it happens; nothing at all is done on the others.
+        rank: on which it happens; on the others nothing is hooked.
         step: number of the optimizer step, from 0; with a guard as that one counts.
         phase: ``state``: a weight of ``layer`` before the step. ``input``: the first floating tensor of the batch.
-            ``forward``: what ``layer`` gives in its first call. ``loss``: the first loss given to ``guard.watch``.
+            ``forward``: what ``layer`` returns in its first call. ``loss``: the first loss given to ``guard.watch``.
             ``backward``: the gradient within ``layer``. ``reduce``: a gradient of ``layer`` after it was communicated.
             ``optimizer``: a weight of ``layer`` after the update.
-        layer: name in the unwrapped model, "" for the root; none for input and loss. By default one in the middle.
+        layer: name in the unwrapped model, "" for the root; None for input and loss. By default one in the middle.
         kind: ``nan``, ``inf`` or ``-inf``.
         micro_batch: index in the step.
+
+    Returns:
+        The injection: ``num_fired`` tells whether it happened, ``remove()`` takes its hooks off.
 
     Steps and micro-batches are counted by the guard of the model, also by one that is built later. Without a guard a
     step is a call of ``step`` of an optimizer that holds a parameter of the model, so one that a GradScaler leaves out
@@ -55,7 +58,7 @@ def inject(
     Raises:
         ValueError: names the option, the value and the valid ones.
 
-    Collective: none. Host sync: none but in the planned step.
+    Collective: none. Host sync: none but in the step of the fault.
     """
     wrapper = wrapper_of(model)
     spec = validate_spec(InjectionSpec(rank, step, phase, layer, kind, micro_batch), wrapper, _ranks(), _own_rank())

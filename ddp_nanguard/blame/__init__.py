@@ -1,11 +1,13 @@
-"""From the slots of one rank to its sites, in causal order: whom a fault is put down to.
+"""From the slots of one rank to its sites in causal order: what a fault is attributed to.
 
 [Note: causal order]
-Per micro-batch, by phase, then by execution order, then by rank. A site is *contained*, hence no origin, if an
-enclosing module's output is finite in that call. What is non-finite in the same way in clean steps too is *habitual*,
-and -inf alone is what masks are made of: neither comes before any other site.
+Sites are ordered by micro-batch, then by phase, then by execution order, then by rank; the earliest one is the origin.
+A site is *masked by its parent*, hence no origin, if an enclosing module's output is finite in that call. What is
+non-finite in the same way in clean steps too is *known non-finite*, and -inf alone is what masks are made of: a site of
+either kind has *low confidence* and comes after all others.
 
-Read `view` (what blame is read from), then `forward`, `backward`, `state` and `compiled`.
+Read `view` (what blame is read from), then `forward`, `backward` and `state`; `inspect` collects the input, `exchange`
+compares ranks, `report` and `triage` draw the conclusions.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ __all__ = [
 
 
 def local_sites(blame_input: BlameInput) -> list[RankedSite]:
-    """The sites of this rank, earliest first."""
+    """The sites of this rank in causal order, earliest first; empty where it saw nothing bad. No communication."""
     found = [
         *state_sites(blame_input),
         *input_sites(blame_input),

@@ -15,9 +15,9 @@ from .view import LAST_MICRO_BATCH, BlameInput, RankedSite
 
 
 def backward_sites(blame_input: BlameInput) -> list[RankedSite]:
-    """Bad gradients of activations, and of parameters before any communication, in execution order.
+    """Sites of bad gradients: of activations, and of parameters before any communication, in execution order.
 
-    Under DDP a parameter's gradient is what has accumulated, earlier reduces of the window included.
+    Under DDP a parameter's gradient is what has accumulated so far, with what earlier reduces of the window brought.
     """
     sites: list[RankedSite] = []
     for micro_batch, slot_stats in _backward_stats(blame_input).items():
@@ -39,15 +39,17 @@ def backward_sites(blame_input: BlameInput) -> list[RankedSite]:
 
 
 def _backward_stats(blame_input: BlameInput) -> dict[int | None, list[SlotStats]]:
+    """Slots of gradients before the reduce by micro-batch; None for those of several micro-batches together."""
     by_micro_batch: dict[int | None, list[SlotStats]] = {}
-    spoilt: set[str] = set()
+    bad_after_reduce: set[str] = set()
     for stats in blame_input.slot_stats:
         source = stats.source
         if isinstance(source, GradientSource) and not is_clean(stats):
-            if source.name in spoilt:
-                continue  # a reduce of this window spoilt it: what accumulates on it since is no rank's own
+            # once a reduce of this window has brought a bad value, what accumulates on it tells nothing of this rank
+            if source.name in bad_after_reduce:
+                continue
             if source.reduced:
-                spoilt.add(source.name)
+                bad_after_reduce.add(source.name)
         if isinstance(source, GradientHook):
             by_micro_batch.setdefault(source.call.micro_batch, []).append(stats)
         elif isinstance(source, GradientSource) and not source.reduced:
@@ -56,11 +58,18 @@ def _backward_stats(blame_input: BlameInput) -> dict[int | None, list[SlotStats]
 
 
 class _BackwardBlame:
-    """Blame for one bad gradient, given the readings of its micro-batch before it, and those from it on."""
+    """Blame for one bad gradient.
+
+    Args:
+        blame_input: of the rank.
+        before: gradient slots of its micro-batch that were filled before it.
+        after: those from it on.
+    """
 
     def __init__(self, blame_input: BlameInput, before: list[SlotStats], after: list[SlotStats]) -> None:
         self._blame_input = blame_input
         self._before = before
+        # by identity: two calls of one layer have different records
         self._clean = {id(r.source.record) for r in before if isinstance(r.source, GradientHook) and is_clean(r)}
         self._bad = {id(r.source.record) for r in before if isinstance(r.source, GradientHook) and not is_clean(r)}
         self._bad_later = {id(r.source.record) for r in after if isinstance(r.source, GradientHook) and not is_clean(r)}
@@ -88,17 +97,21 @@ class _BackwardBlame:
         only = owned[0] if len(owned) == 1 else None
         looked = not suspects and any(id(output) in self._clean for call in owned for output in call.outputs)
         site = self._site(owner, only, source.name, kind, order, None)
-        taken = None if looked else "unchecked"
-        return replace(site, micro_batch=source.micro_batch, input_kind=taken, suspects=suspects)
+        input_kind = None if looked else "unchecked"
+        return replace(site, micro_batch=source.micro_batch, input_kind=input_kind, suspects=suspects)
 
     def _owner(self, name: str, calls: list[ModuleCall]) -> tuple[str, tuple[str, ...]]:
-        """Of the layers that share a parameter the one whose input gradient is bad too; else any of them may be it."""
+        """The layer that a parameter's bad gradient is attributed to, and suspects where that is not known.
+
+        Of several layers that share the parameter it is the one whose input gradient is bad too. Where there is none,
+        or more than one, any of them may be it: then all are suspects.
+        """
         sharers = self._blame_input.sharers_of(name, calls)
         if len(sharers) == 1:
             return sharers[0], ()
         bad = {c.layer for c in calls for s in c.inputs if id(s) in self._bad | self._bad_later}
-        guilty = [layer for layer in sharers if layer in bad]
-        return (guilty[0], ()) if len(guilty) == 1 else (sharers[0], tuple(sharers))
+        blamed = [layer for layer in sharers if layer in bad]
+        return (blamed[0], ()) if len(blamed) == 1 else (sharers[0], tuple(sharers))
 
     def _calls(self) -> list[ModuleCall]:
         calls: dict[int, ModuleCall] = {}
@@ -109,33 +122,35 @@ class _BackwardBlame:
         return list(calls.values())
 
     def _activation_site(self, record: TensorRecord, kind: str, order: int) -> Site:
-        guilty = self._guilty_consumers(record)
-        if len(guilty) == 1:
-            call = guilty[0]
+        blamed = self._blamed_consumers(record)
+        if len(blamed) == 1:
+            call = blamed[0]
             inline_code = self._inline_code(call.layer, record) if call.children else None
             return self._site(call.layer, call, "grad", kind, order, inline_code)
-        outermost = _outermost_giver(record)
+        outermost = _outermost_returning(record)
         if outermost.parent is None:
             inline_code = InlineCode(None, "loss" if self._blame_input.losses else None, outermost.layer)
             return self._site(outermost.layer, outermost, "grad", kind, order, inline_code)
         parent = outermost.parent
-        if guilty:
-            around = _innermost_around(guilty) or parent
-            suspects = tuple(dict.fromkeys(call.layer for call in guilty))
+        # A tensor that several modules take has one gradient, their sum: no slot tells whose contribution was bad, so
+        # the call around all of them is named, and they are suspects
+        if blamed:
+            around = _innermost_around(blamed) or parent
+            suspects = tuple(dict.fromkeys(call.layer for call in blamed))
             return replace(self._site(around.layer, around, "grad", kind, order, None), suspects=suspects)
         inline_code = self._inline_code(parent.layer, record)
         return self._site(parent.layer, parent, "grad", kind, order, inline_code)
 
-    def _guilty_consumers(self, record: TensorRecord) -> list[ModuleCall]:
-        """Innermost calls that took the tensor, did not give it on, and whose output gradients were all clean."""
-        consumers = {id(call): call for call in record.consumers}.values()  # one that runs again takes it again
-        guilty = [call for call in consumers if self._got_clean_gradients(call, record)]
-        outer = {id(ancestor) for call in guilty for ancestor in call.ancestors()}
-        return [call for call in guilty if id(call) not in outer]
+    def _blamed_consumers(self, record: TensorRecord) -> list[ModuleCall]:
+        """Innermost calls that took the tensor, did not return it, and whose output gradients were all clean."""
+        consumers = {id(call): call for call in record.consumers}.values()  # a call that is recomputed takes it again
+        blamed = [call for call in consumers if self._got_clean_gradients(call, record)]
+        outer = {id(ancestor) for call in blamed for ancestor in call.ancestors()}
+        return [call for call in blamed if id(call) not in outer]
 
-    def _got_clean_gradients(self, call: ModuleCall, taken: TensorRecord) -> bool:
-        outputs = {id(record) for record in call.outputs}
-        return id(taken) not in outputs and bool(outputs & self._clean) and not outputs & self._bad
+    def _got_clean_gradients(self, call: ModuleCall, record: TensorRecord) -> bool:
+        outputs = {id(output) for output in call.outputs}
+        return id(record) not in outputs and bool(outputs & self._clean) and not outputs & self._bad
 
     def _inline_code(self, layer: str, record: TensorRecord) -> InlineCode:
         if not record.call.is_ordered:
@@ -152,27 +167,27 @@ class _BackwardBlame:
         return None
 
 
-def _outermost_giver(record: TensorRecord) -> ModuleCall:
-    """The outermost call that gives the tensor as its output: its caller's code goes on with it.
+def _outermost_returning(record: TensorRecord) -> ModuleCall:
+    """The outermost call that returns the tensor: the code of its caller goes on with it.
 
-    A tensor that was first seen as an input was made by the code around that call.
+    A tensor that was first seen as an input was made by the code around the call that took it.
     """
     call = record.call
     if record.slot == "input":
         around = call.parent
-        if around is None or not _gives(around, record):
+        if around is None or not _returns(around, record):
             return call
         call = around
-    while call.parent is not None and _gives(call.parent, record):
+    while call.parent is not None and _returns(call.parent, record):
         call = call.parent
     return call
 
 
 def _innermost_around(calls: list[ModuleCall]) -> ModuleCall | None:
-    """The innermost call that encloses all of several: its code joins what they did."""
+    """The innermost call that encloses all of ``calls``; None where there is none. Its code joins what they did."""
     around = [{id(ancestor) for ancestor in call.ancestors()} for call in calls[1:]]
     return next((call for call in calls[0].ancestors() if all(id(call) in ids for ids in around)), None)
 
 
-def _gives(call: ModuleCall, record: TensorRecord) -> bool:
+def _returns(call: ModuleCall, record: TensorRecord) -> bool:
     return any(output is record for output in call.outputs)

@@ -1,4 +1,4 @@
-"""The fault round: what each rank found becomes what all ranks know."""
+"""The fault round: the ranks find their earliest sites together, in messages of bounded size, on the fault group."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from ddp_nanguard.report.types import MAX_RANKS_LISTED, MAX_SITES, Site
 
 from .view import RankedSite
 
+# Every text crosses ranks in a buffer of fixed size, so that no rank has to tell its peers a length first
 _SITE_BYTES = 1024
 _NAME_BYTES = 256
 
@@ -19,9 +20,9 @@ class RankFault:
     """What one rank brings to the fault round.
 
     Attributes:
-        sites: earliest first.
+        sites: of this rank, earliest first; the first `MAX_SITES` take part.
         nonfinite_state: names of parameters, buffers and optimizer state that are bad now and stay so.
-        holds_reduced: whether it holds a value that began in the reduce.
+        holds_reduced: whether it holds a value that became non-finite in the gradient communication.
         unchecked: what it did not look at, in words.
     """
 
@@ -36,9 +37,12 @@ class JobFault:
     """What all ranks know after the fault round; the fields are those of `RankFault` over all ranks.
 
     Attributes:
-        holders: ranks that hold a value that began in the reduce.
-        affected: the first ranks that saw something bad.
-        num_affected: how many did.
+        sites: the earliest over all ranks, at most `MAX_SITES`.
+        nonfinite_state: names, each once.
+        holders: the first ranks that hold a value that became non-finite in the gradient communication.
+        affected: the first ranks that saw something bad with full confidence.
+        num_affected: the number of all such ranks.
+        unchecked: phrases, each once.
     """
 
     sites: tuple[Site, ...]
@@ -50,10 +54,15 @@ class JobFault:
 
 
 def exchange_sites(ranks: RankGroup, fault: RankFault, step: int) -> JobFault:
-    """Find the earliest sites over all ranks. Where peers are lost, it is this rank's fault alone.
+    """Find the earliest sites over all ranks. Where peers are lost, the result is this rank's fault alone.
 
-    Collective: at most `MAX_SITES` MIN all-reduces of 8 bytes and one SUM all-reduce of the details for sites, the
-    same for names and for remarks, and one all-reduce of two bytes per rank, all on the fault group. Nothing is
+    Args:
+        ranks: whose fault group carries the round.
+        fault: of this rank.
+        step: in which the fault was noticed; sites of the step before come first.
+
+    Collective: at most `MAX_SITES` MIN all-reduces of 8 bytes and one SUM all-reduce of the details for sites, the same
+    for names and for what was not checked, and one all-reduce of two bytes per rank, all on the fault group. Nothing is
     gathered.
     """
     return ranks.ask(lambda asked: _exchanged(asked, fault, step))
@@ -76,11 +85,12 @@ def _exchanged(ranks: RankGroup, fault: RankFault, step: int) -> JobFault:
 
 
 def _in_order(ranks: RankGroup, texts: list[str]) -> list[tuple[int, str]]:
-    """Keys that sort by position first, then by rank."""
+    """Each text with a key that sorts by its position first, then by rank: every rank's first text comes early."""
     return [(order << 20 | ranks.index, text) for order, text in enumerate(texts[:MAX_SITES])]
 
 
 def _site_text(site: Site) -> str:
+    # text beyond the buffer would be cut and no JSON any more, so what matters least is left out instead
     text = json.dumps(site.to_dict())
     if len(text.encode()) > _SITE_BYTES:
         text = json.dumps(replace(site, evidence=None, slot=site.slot[-200:]).to_dict())

@@ -1,4 +1,4 @@
-"""Blame for the forward: layers, the code between them, the batch and the loss."""
+"""Blame for the forward: modules, the code between them, the batch and the loss."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .view import BlameInput, NonFiniteTensor, RankedSite, WorstKinds, worst
 
 
 def forward_sites(blame_input: BlameInput) -> list[RankedSite]:
-    """Tensors of the forward that are bad and not contained, in execution order."""
+    """Sites of tensors that are bad in the forward and not masked by a parent's finite output, in execution order."""
     kinds = WorstKinds(blame_input.slot_stats)
     sites: list[RankedSite] = []
-    done: set[int] = set()
+    handled: set[int] = set()
     low_confidence: set[int] = set()
     for stats in blame_input.slot_stats:
         record = stats.source
-        if isinstance(record, TensorRecord) and id(record) not in done and (kind := kinds.of(record)) is not None:
-            done.add(id(record))
+        if isinstance(record, TensorRecord) and id(record) not in handled and (kind := kinds.of(record)) is not None:
+            handled.add(id(record))
             if not _is_masked_by_parent(record, kinds, kind) and not blame_input.is_ignored(record.call.layer):
                 ranked = _forward_site(blame_input, record, kinds, kind, stats.order, low_confidence)
                 sites.append(ranked)
@@ -34,7 +34,14 @@ def forward_sites(blame_input: BlameInput) -> list[RankedSite]:
 
 
 def known_nonfinite(slot_stats: list[SlotStats]) -> set[KnownNonFinite]:
-    """What is NaN or +inf in a clean step without being contained. -inf is what masks are made of, and no habit."""
+    """What was non-finite in a clean step, so that it must not be blamed first in a later one.
+
+    That is NaN or +inf in the forward that no parent's finite output masks, and any kind in an activation's gradient.
+    -inf in the forward is left out: it is what masks are made of, and has low confidence anyway.
+
+    Args:
+        slot_stats: the slots of a step whose verdict was clean.
+    """
     kinds = WorstKinds(slot_stats)
     found: set[KnownNonFinite] = set()
     for stats in slot_stats:
@@ -67,61 +74,65 @@ def _forward_site(
 ) -> RankedSite:
     call = record.call
     inline_code: InlineCode | None = None
-    place, taken = call, _input_kind(call, kinds)
+    blamed_call, input_kind = call, _input_kind(call, kinds)
+    # an input without a producer among the modules was made by the code around the call: the parent's, or the loop's
     if record.slot == "input":
-        taken = None
+        input_kind = None
         if call.parent is None:
             inline_code = InlineCode(None, "batch", call.layer)
         else:
-            place = call.parent
+            blamed_call = call.parent
             before = call.layer if call.is_ordered else None
-            inline_code = InlineCode(place.layer, _clean_child_before(place, call, kinds), before)
-    elif call.children and taken in (None, "unchecked"):
-        taken = None
+            inline_code = InlineCode(blamed_call.layer, _clean_child_before(blamed_call, call, kinds), before)
+    elif call.children and input_kind in (None, "unchecked"):
+        input_kind = None
         inline_code = InlineCode(call.layer, _clean_child_before(call, None, kinds), None)
     site = Site(
         rank=blame_input.rank,
         step=blame_input.step,
         micro_batch=call.micro_batch,
         phase=Phase.FORWARD,
-        layer=place.layer,
-        call=place.number,
+        layer=blamed_call.layer,
+        call=blamed_call.number,
         slot=record.slot,
         kind=kind,
         inline_code=inline_code,
         evidence=_evidence_of(record),
-        input_kind=taken,
-        neg_inf_from=_source_of_negative_inf(call, kinds) if taken == "-inf" and record.slot == "output" else None,
+        input_kind=input_kind,
+        neg_inf_from=_source_of_negative_inf(call, kinds) if input_kind == "-inf" and record.slot == "output" else None,
         order=order,
     )
-    is_habit = (call.layer, record.slot, kind) in blame_input.known_nonfinite
-    low_confidence = kind == "-inf" or is_habit or _merely_took(call, kinds, kind, low_confidence_before)
+    is_known = (call.layer, record.slot, kind) in blame_input.known_nonfinite
+    low_confidence = kind == "-inf" or is_known or _only_passed_on(call, kinds, kind, low_confidence_before)
     return RankedSite(site, low_confidence=low_confidence, order_key=call.micro_batch)
 
 
 def _input_kind(call: ModuleCall, kinds: WorstKinds) -> str | None:
-    """The worst kind among the inputs; ``unchecked`` where a tensor was not looked at, or none could be found."""
+    """The worst kind among a call's inputs, None where all are finite.
+
+    ``unchecked`` where an input was not looked at, or where no tensor was found among the arguments.
+    """
     found = kinds.worst_of(call.inputs)
-    if found is None and (not call.takes_tensors or not all(kinds.was_read(taken) for taken in call.inputs)):
+    if found is None and (not call.takes_tensors or not all(kinds.was_read(record) for record in call.inputs)):
         return "unchecked"
     return found
 
 
 def _source_of_negative_inf(call: ModuleCall, kinds: WorstKinds) -> str | None:
-    """Where the -inf came from that a call took: a layer, or the code between layers."""
-    for taken in call.inputs:
-        if kinds.of(taken) == "-inf":
-            if taken.slot == "output":
-                return layer_text(taken.call.layer)
-            around = taken.call.parent
+    """Where the -inf among a call's inputs came from, in words: a layer, or the code around; None if there is none."""
+    for record in call.inputs:
+        if kinds.of(record) == "-inf":
+            if record.slot == "output":
+                return layer_text(record.call.layer)
+            around = record.call.parent
             return "the training step" if around is None else f"code of {layer_text(around.layer)}"
     return None
 
 
-def _merely_took(call: ModuleCall, kinds: WorstKinds, kind: str, low_confidence: set[int]) -> bool:
-    """Whether everything as bad that the call took was a habit already."""
-    taken = [record for record in call.inputs if kinds.of(record) == kind]
-    return bool(taken) and all(id(record) in low_confidence for record in taken)
+def _only_passed_on(call: ModuleCall, kinds: WorstKinds, kind: str, low_confidence: set[int]) -> bool:
+    """Whether all of the call's inputs that are bad in this way had low confidence themselves, and there are some."""
+    bad = [record for record in call.inputs if kinds.of(record) == kind]
+    return bool(bad) and all(id(record) in low_confidence for record in bad)
 
 
 def _clean_child_before(parent: ModuleCall, child: ModuleCall | None, kinds: WorstKinds) -> str | None:
@@ -141,7 +152,7 @@ def _evidence_of(record: TensorRecord) -> Evidence | None:
 
 
 def loss_sites(blame_input: BlameInput) -> list[RankedSite]:
-    """Watched losses that are bad."""
+    """Sites of watched losses that are bad, in the order in which they were watched."""
     sites: list[RankedSite] = []
     outputs = _worst_outputs(blame_input)
     for stats in blame_input.slot_stats:
@@ -152,16 +163,16 @@ def loss_sites(blame_input: BlameInput) -> list[RankedSite]:
             )
             loss = blame_input.losses.get((source.micro_batch, source.name))
             found = evidence(loss) if loss is not None else None
-            taken = outputs.get(source.micro_batch, "unchecked")
+            input_kind = outputs.get(source.micro_batch, "unchecked")
             follows = _gradient_was_bad_before(blame_input, source.micro_batch, stats.order)
-            taken = "unchecked" if follows else taken
-            site = replace(site, order=stats.order, input_kind=taken, evidence=found)
+            input_kind = "unchecked" if follows else input_kind
+            site = replace(site, order=stats.order, input_kind=input_kind, evidence=found)
             sites.append(RankedSite(site, low_confidence=follows, order_key=source.micro_batch))
     return sites
 
 
 def _gradient_was_bad_before(blame_input: BlameInput, micro_batch: int, order: int) -> bool:
-    """A loss made of gradients (a gradient penalty, forces) is bad because they were."""
+    """Whether a gradient was bad before ``order``: a loss that is made of gradients (a penalty, forces) follows it."""
     return any(
         isinstance(r.source, GradientHook) and r.source.call.micro_batch == micro_batch and r.order < order
         for r in blame_input.slot_stats
@@ -170,7 +181,7 @@ def _gradient_was_bad_before(blame_input: BlameInput, micro_batch: int, order: i
 
 
 def _worst_outputs(blame_input: BlameInput) -> dict[int, str | None]:
-    """Worst kind among the root's outputs, by micro-batch; a micro-batch without any is not in it."""
+    """The worst kind among the root's outputs by micro-batch: None where they are finite, no entry without any."""
     found: dict[int, str | None] = {}
     for stats in blame_input.slot_stats:
         if stats.role is SlotRole.OUTPUT:
@@ -184,9 +195,9 @@ def _worst_outputs(blame_input: BlameInput) -> dict[int, str | None]:
 
 
 def input_sites(blame_input: BlameInput) -> list[RankedSite]:
-    """Batch items that explain something: a bad input of the root, or a bad loss of a finite output.
+    """Sites of non-finite batch items that explain a bad input of the root, or a bad loss of a finite output.
 
-    A NaN in the batch alone may mean "label missing".
+    A NaN in the batch that explains neither may mean "label missing" and is no site.
     """
     sites: list[RankedSite] = []
     for order, bad_tensor in enumerate(_explaining(blame_input)):
@@ -216,11 +227,12 @@ def _explaining(blame_input: BlameInput) -> list[NonFiniteTensor]:
         assert micro_batch is not None
         inputs = _root_inputs(blame_input, micro_batch)
         bad = [record for record in inputs if kinds.of(record) is not None]
-        unseen_way_in = not inputs and outputs.get(micro_batch, "unchecked") is not None
-        by_the_loss = micro_batch in losses and outputs.get(micro_batch) is None
+        # where no input of the root was recorded, an output that is bad, or was not seen either, is explanation enough
+        is_unseen_input = not inputs and outputs.get(micro_batch, "unchecked") is not None
+        is_by_loss = micro_batch in losses and outputs.get(micro_batch) is None
         if bad:
             found += _matching(items, bad) or items
-        elif unseen_way_in or by_the_loss:
+        elif is_unseen_input or is_by_loss:
             found += items
     return found
 
@@ -236,7 +248,10 @@ def _root_inputs(blame_input: BlameInput, micro_batch: int) -> list[TensorRecord
 
 
 def _matching(items: list[NonFiniteTensor], bad: list[TensorRecord]) -> list[NonFiniteTensor]:
-    """Items that are the root's bad inputs themselves, else those of the same shape: a label is no input."""
+    """Batch items that are bad inputs of the root themselves, else those of an equal shape.
+
+    A copy to the device is another tensor, hence the shapes; a label that is bad as well mostly has another shape.
+    """
     tensors = [tensor for record in bad if (tensor := record.ref()) is not None]
     same = [item for item in items if any(item.tensor is tensor for tensor in tensors)]
     shapes = {record.shape for record in bad}

@@ -1,6 +1,7 @@
 """What a rank finds when it looks again after a verdict that is not clean: slots, state, gradients, batches.
 
-Nothing here runs in a clean step. Host reads and copies are free; there is no collective.
+Nothing here runs in a clean step, so host reads and copies cost nothing that matters. There is no collective: a rank
+can do all of this alone, also when its peers are gone.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from . import BlameInput, NonFiniteState, NonFiniteTensor, RankedSite, known_non
 
 @dataclass
 class RankFindings:
-    """What this rank sees of the fault.
+    """What this rank sees of a fault.
 
     Attributes:
-        slot_stats: the slots of the step.
+        slot_stats: the slots of the step, in execution order.
         nonfinite_state: parameters, buffers and optimizer state that are bad now.
-        hyper_parameters: those that are no finite number.
-        gradients_bad_now: whether a parameter's ``grad`` is bad as it lies there.
-        gradients_bad_seen: whether a probe saw a bad gradient of a parameter.
+        hyper_parameters: those that are NaN, or infinite where that makes no sense.
+        gradients_bad_now: whether the ``grad`` of any parameter is bad at this moment; False for a past step.
+        gradients_bad_seen: whether a probe saw a bad gradient of a parameter in the step.
         loss_bad: whether a watched loss is bad.
-        sites: what blame makes of it, earliest first.
-        known_nonfinite: what is non-finite in clean steps too.
+        sites: of this rank, earliest first; empty until `blame.report.report_of` fills them in.
+        known_nonfinite: what was non-finite in clean steps too; filled in with the sites.
     """
 
     slot_stats: list[SlotStats]
@@ -51,11 +52,20 @@ class RankFindings:
 
 
 def rescan(context: GuardContext, record: StepRecord) -> RankFindings:
-    """Look again at everything of a step that is still there. Host sync: many."""
+    """Look again at everything of a step that is still there: slots, state, gradients.
+
+    Args:
+        context: of the guard.
+        record: the open step, or the one before it, whose verdict was deferred.
+
+    Host sync: one per tensor. No collective.
+    """
+    # copies of batches to pinned host memory run asynchronously and must have arrived
     if context.device.type == "cuda":
-        torch.cuda.synchronize(context.device)  # batches on their way to the host must have arrived
+        torch.cuda.synchronize(context.device)
     context.flush_compiled()
-    context.gradient.flush_pending()  # of a backward that never ended
+    # a backward that raised has left pending gradients behind, which no callback of the engine flushes any more
+    context.gradient.flush_pending()
     slot_stats = record.slots.slot_stats()
     seen = [stats for stats in slot_stats if isinstance(stats.source, GradientSource) and not is_clean(stats)]
     return RankFindings(
@@ -77,18 +87,18 @@ def _nonfinite_state(context: GuardContext, window: AccumulationWindow, slot_sta
     for holder, name, tensor in named_parameter_tensors(context):
         if not context.is_ignored(name):
             when = found.by_update if holder in updated else (found.since if holder in clean else found.before)
-            when.extend(_found(name, tensor))
+            when.extend(_if_nonfinite(name, tensor))
     for name, tensor in optimizer_tensors(context):
         if not context.is_ignored(name):
             when = found.by_update if updated else (found.since if name in clean else found.before)
-            when.extend(_found(name, tensor))
+            when.extend(_if_nonfinite(name, tensor))
     before, found.buffers = _nonfinite_buffers(context, window)
     found.before += before
     return found
 
 
 def _looked_at(slot_stats: list[SlotStats]) -> tuple[set[str], set[str]]:
-    """Names that were bad right after the last update, and names that were looked at and clean in this window."""
+    """Names of parameters that were bad after the last update, and of state that was clean when last looked at."""
     updated: set[str] = set()
     clean: set[str] = set()
     for stats in slot_stats:
@@ -102,7 +112,10 @@ def _looked_at(slot_stats: list[SlotStats]) -> tuple[set[str], set[str]]:
 
 
 def named_parameter_tensors(context: GuardContext) -> Iterator[tuple[str, str, Tensor]]:
-    """(name as the optimizer holds it, original name, local tensor) of every parameter."""
+    """(name as the optimizer holds it, original name, this rank's part) of every parameter. No communication.
+
+    The two names differ where a wrapper flattens parameters: one flat parameter gives one item per original.
+    """
     own = dict(context.wrapper.named_parameters())
     for name, parameter in context.state.parameters():
         if name in own:
@@ -113,7 +126,7 @@ def named_parameter_tensors(context: GuardContext) -> Iterator[tuple[str, str, T
 
 
 def optimizer_tensors(context: GuardContext) -> Iterator[tuple[str, Tensor]]:
-    """(``<parameter>.<key>``, local tensor) of every optimizer state tensor."""
+    """(``<parameter>.<key>``, this rank's part) of every tensor in the optimizers' state. No communication."""
     for name, tensor in context.state.optimizer_state():
         yield name, context.wrapper.local(tensor)
 
@@ -127,13 +140,14 @@ def _nonfinite_buffers(
     for name, buffer in context.state.buffers():
         if context.is_ignored(name):
             continue
+        # without a copy from before the window nothing shows that the forwards did it
         copied = copies.get(name)
         was_bad = copied is None or kind_in(copied, allow_negative_inf=True) is not None
-        (before if was_bad else written).extend(_found(name, buffer, allow_negative_inf=True))
+        (before if was_bad else written).extend(_if_nonfinite(name, buffer, allow_negative_inf=True))
     return before, written
 
 
-def _found(name: str, tensor: Tensor, allow_negative_inf: bool = False) -> list[NonFiniteTensor]:
+def _if_nonfinite(name: str, tensor: Tensor, allow_negative_inf: bool = False) -> list[NonFiniteTensor]:
     kind = kind_in(tensor, allow_negative_inf)
     return [] if kind is None else [NonFiniteTensor(name, kind, evidence(tensor))]
 
@@ -151,14 +165,17 @@ def _bad_hyper_parameters(record: StepRecord) -> list[NonFiniteTensor]:
 
 def _gradients(context: GuardContext, record: StepRecord) -> Iterator[tuple[str, Tensor]]:
     if not record.is_current:
-        return  # those that are there now are the next step's
+        return  # a deferred verdict: the gradients that are there now are the next step's
     for name, parameter in context.wrapper.named_parameters():
         if parameter.grad is not None and not context.is_ignored(name):
             yield name, context.wrapper.local(parameter.grad)
 
 
 def _reduced_findings(context: GuardContext, record: StepRecord, slot_stats: list[SlotStats]) -> list[NonFiniteTensor]:
-    """Non-finite gradients after the reduce. The kind is that of the slot: clipping may have spread it since."""
+    """Gradients that were non-finite after the reduce, by original parameter.
+
+    The kind is that of the slot, since clipping may have spread a NaN to gradients that were finite then.
+    """
     own = dict(context.wrapper.named_parameters())
     found: list[NonFiniteTensor] = []
     for stats in slot_stats:
@@ -192,7 +209,11 @@ def _batch_findings(micro_batches: list[MicroBatch]) -> list[NonFiniteTensor]:
 
 
 def blame_input(context: GuardContext, record: StepRecord, findings: RankFindings) -> BlameInput:
-    """What blame is read from."""
+    """Collect everything that the sites of this rank are read from, the slots of earlier clean steps included.
+
+    Host sync: one per page of slots and clean step in the ring, and one per batch tensor. No collective.
+    """
+    # items that the step has changed in place must be known before batches are searched: theirs is not the loader's NaN
     record.window.record_modified()
     micro_batches = record.window.micro_batches
     known = [context.known_nonfinite, *(known_nonfinite(past.slot_stats()) for past in context.slots.past())]

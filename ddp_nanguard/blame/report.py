@@ -1,4 +1,4 @@
-"""From what each rank found to the one report of all ranks."""
+"""From what each rank found to one report that is the same on all ranks."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from .inspect import RankFindings, blame_input
 def report_of(
     context: GuardContext, record: StepRecord, findings: RankFindings, cause: str, let_through: int | None = None
 ) -> FaultReport:
-    """Blame on this rank, then the fault round, then the report, the same on every rank.
+    """Find this rank's sites, exchange them with all ranks, and make the report, which is the same on every rank.
 
-    Where peers do not answer, the report is this rank's own and says so.
+    Where peers do not answer, the report holds this rank's view alone and says so (``single_rank_view``).
 
     Args:
         context: of the guard.
         record: of the step.
         findings: what this rank found; its sites are filled in.
-        cause: what is known already.
+        cause: what is known of the cause already, such as a scale collapse; "" if nothing is.
         let_through: the last step whose fault was let through (``on_fault="warn"``).
 
     Collective: those of `exchange_sites`, on the fault group.
@@ -34,8 +34,9 @@ def report_of(
     blame = blame_input(context, record, findings)
     findings.sites, findings.known_nonfinite = local_sites(blame), blame.known_nonfinite
     shared = exchange_sites(context.ranks, _rank_fault(context, record, findings), record.step)
-    alone = context.ranks.peers_lost
-    sites = _own_view(shared.sites) if alone else _without_victims(shared.sites)
+    # read after the exchange: that is where peers are found to be lost
+    is_single = context.ranks.peers_lost
+    sites = _single_rank_sites(shared.sites) if is_single else _without_victims(shared.sites)
     origin = sites[0] if sites else None
     is_reduce = origin is not None and origin.phase is Phase.REDUCE
     return FaultReport(
@@ -50,7 +51,7 @@ def report_of(
         cause=_with_more(cause, _cause_of(origin, let_through)),
         nonfinite_state=shared.nonfinite_state,
         unchecked=shared.unchecked,
-        single_rank_view=alone,
+        single_rank_view=is_single,
         notes=_notes(context),
     )
 
@@ -63,7 +64,7 @@ def _rank_fault(context: GuardContext, record: StepRecord, findings: RankFinding
 
 
 def not_checked(context: GuardContext, record: StepRecord, findings: RankFindings) -> list[str]:
-    """What this rank did not look at in a step, in words."""
+    """What this rank did not look at in a step, one phrase each; see `probes.coverage.unchecked`."""
     calls = record.calls if record.window.micro_batches else None
     return unchecked(context.config, context.forward, context.budget, calls, findings.slot_stats)
 
@@ -77,15 +78,15 @@ def _notes(context: GuardContext) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _own_view(sites: tuple[Site, ...]) -> tuple[Site, ...]:
-    """Without peers nothing is known of their gradients."""
+def _single_rank_sites(sites: tuple[Site, ...]) -> tuple[Site, ...]:
+    """The sites, where peers could not be asked: whether their gradients were finite before the reduce is not known."""
     return tuple(replace(site, input_kind="unchecked") if site.phase is Phase.REDUCE else site for site in sites)
 
 
 def _without_victims(sites: tuple[Site, ...]) -> tuple[Site, ...]:
-    """A gradient that some rank had bad before the reduce did not arise in it."""
-    arose_earlier = any(site.phase in (Phase.INPUT, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD) for site in sites)
-    return tuple(site for site in sites if site.phase is not Phase.REDUCE) if arose_earlier else sites
+    """The sites without those of the reduce, if any rank had a bad value before it: then the reduce only spread it."""
+    is_spread = any(site.phase in (Phase.INPUT, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD) for site in sites)
+    return tuple(site for site in sites if site.phase is not Phase.REDUCE) if is_spread else sites
 
 
 def _with_more(cause: str, known: str) -> str:
@@ -95,6 +96,7 @@ def _with_more(cause: str, known: str) -> str:
 def _cause_of(origin: Site | None, let_through: int | None) -> str:
     if origin is None:
         return "unknown: no probe saw where the value came from"
+    # a case without `input_kind` is for a value that was made there: what it was made from was seen finite
     match origin.phase:
         case Phase.STATE if origin.input_kind is None:
             return "a parameter, buffer or optimizer state was bad before the step"

@@ -1,4 +1,4 @@
-"""Blame for state, hyper-parameters and the reduce."""
+"""Blame for parameters, buffers, optimizer state, hyper-parameters, and for what the reduce made non-finite."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from .view import LAST_MICRO_BATCH, BlameInput, NonFiniteTensor, RankedSite, Wor
 
 
 def state_sites(blame_input: BlameInput) -> list[RankedSite]:
-    """State that was bad when the window began, or at the latest when its layer first ran in it."""
-    early, _ = _spoilt(blame_input)
+    """Sites of state that was bad when the window began, or at the latest when its layer first ran in it.
+
+    What the last update made bad belongs to the step before, phase ``optimizer``, and so comes before all else.
+    """
+    early, _ = _changed_in_window(blame_input)
     sites = [
+        # the update of the step before made it, though only this step's verdict shows it
         _site(blame_input, f, Phase.OPTIMIZER, blame_input.step - 1, n)
         for n, f in enumerate(blame_input.nonfinite_state.by_update)
     ]
@@ -26,19 +30,27 @@ def state_sites(blame_input: BlameInput) -> list[RankedSite]:
 
 
 def late_sites(blame_input: BlameInput) -> list[RankedSite]:
-    """What can only have gone bad after the last micro-batch, or in the course of the window."""
-    _, late = _spoilt(blame_input)
-    spoilt = [*late, *blame_input.nonfinite_state.buffers]
+    """Sites of what can only have become bad in the course of the window, sorted behind its last micro-batch.
+
+    That is gradients after the reduce, state whose layer had run well before, buffers that the forwards wrote, and
+    hyper-parameters.
+    """
+    _, late = _changed_in_window(blame_input)
+    written = [*late, *blame_input.nonfinite_state.buffers]
     sites = [_site(blame_input, f, Phase.REDUCE, blame_input.step, n) for n, f in enumerate(blame_input.reduced)]
     sites += [
-        _site(blame_input, f, Phase.STATE, blame_input.step, n, input_kind="unchecked") for n, f in enumerate(spoilt)
+        _site(blame_input, f, Phase.STATE, blame_input.step, n, input_kind="unchecked") for n, f in enumerate(written)
     ]
     sites += [_number_site(blame_input, f, n) for n, f in enumerate(blame_input.hyper_parameters)]
     return [RankedSite(site, order_key=LAST_MICRO_BATCH) for site in sites]
 
 
-def _spoilt(blame_input: BlameInput) -> tuple[list[NonFiniteTensor], list[NonFiniteTensor]]:
-    """State that was clean after the last update, split by whether its layer met it bad already or ran well before."""
+def _changed_in_window(blame_input: BlameInput) -> tuple[list[NonFiniteTensor], list[NonFiniteTensor]]:
+    """State that was clean after the last update and is bad now, split in two.
+
+    The first list holds what may have been bad before its layer ran in this window. The second holds what became bad
+    later: its layer returned something finite, and only finite values, at least once.
+    """
     kinds = WorstKinds(blame_input.slot_stats)
     ran_well = {
         stats.source.call.layer
@@ -64,6 +76,7 @@ def _site(
     input_kind: str | None = None,
 ) -> Site:
     return Site(
+        # a value that communication made began on no single rank
         rank=None if phase is Phase.REDUCE else blame_input.rank,
         step=step,
         micro_batch=None,

@@ -4,8 +4,9 @@ What is done about a fault (stop, skip, warn, dump) lies above, in `fault.policy
 only writes the answers down.
 
 [Note: confirmed]
-The verdict is about what probes saw. By the time of the update somebody may have dealt with a bad gradient: a scaler
-that the guard was not told of has set ``found_inf``, or the loop has cleared or replaced it. Then the step is no fault.
+The verdict is about what probes saw. By the time of the update a bad gradient may have been dealt with: a scaler that
+the guard was not told of has set ``found_inf``, or the loop has cleared or replaced the gradient. Then the step is no
+fault.
 """
 
 from __future__ import annotations
@@ -28,28 +29,32 @@ from .report import report_of
 
 HARMLESS = "every gradient is finite, the weights are in no danger (on_loss='warn' lets such steps pass)"
 OVERFLOWS_TOLD = 3
-"""Overflows after the first clean step that are told one by one; from then on every hundredth."""
+"""Overflows after the first clean step that are logged one by one; from then on every hundredth is."""
 
 
 class Decision(enum.Enum):
-    """What becomes of the update."""
+    """Whether the update of a step goes ahead, and whether the step counts as clean."""
 
     CLEAN = enum.auto()
     """It goes ahead, and the step counts as a clean one."""
     PROCEED = enum.auto()
-    """It goes ahead, or a scaler withholds it by itself; what the probes saw is not kept as that of a clean step."""
+    """It goes ahead, or a scaler withholds it by itself; the slots do not go into the ring of clean steps."""
     SKIP = enum.auto()
-    """It is left out, on all ranks."""
+    """It is left out, on all ranks alike."""
 
 
 class VerdictHandler(Protocol):
     """Acts on the verdicts of a guard. Every rank calls it with the same verdict, in the same order."""
 
     def on_clean(self) -> None:
-        """Nothing is bad on any rank."""
+        """Called after a step in which nothing was bad on any rank."""
 
     def on_verdict(self, severity: Severity, record: StepRecord) -> Decision:
-        """Something is bad on some rank.
+        """Decide about the update of a step in which something was bad on some rank.
+
+        Args:
+            severity: the verdict, the same on every rank; not clean.
+            record: of the step.
 
         Raises:
             NonFiniteError: on every rank, to stop.
@@ -61,11 +66,11 @@ class Judgement:
     """What a verdict means.
 
     Attributes:
-        decision: None for a fault, about which somebody else decides.
+        decision: None for a fault: whether to stop, skip or go on is for the caller to decide.
         severity: ``LOSS`` or ``FAULT`` where there is no decision.
-        cause: what is known of a fault already, such as a scale collapse.
-        warnings: what is worth a line in the log.
-        findings, report: what this rank and what all ranks found; only after `Triage.examine`, and None where it
+        cause: what is known of a fault already, such as a scale collapse; "" if nothing is.
+        warnings: lines for the log, one each; judging logs nothing itself.
+        findings, report: what this rank and what all ranks found; set only after `Triage.examine`, and None where it
             turned out to be no fault.
     """
 
@@ -78,42 +83,46 @@ class Judgement:
 
 
 class Triage:
-    """Tells what verdicts mean. Every rank asks it in the same order.
+    """Tells what verdicts mean. Every rank calls it with the same verdicts in the same order, since it communicates.
 
     Args:
         context: of the guard.
 
     Attributes:
         num_overflows: steps that a scaler has skipped so far.
-        let_through: the last step whose fault was let through, as whoever decided about it says.
+        let_through: the last step whose fault was let through (``on_fault="warn"``); set by the caller, for reports.
     """
 
     def __init__(self, context: GuardContext) -> None:
         self._context = context
-        self.num_overflows = 0
         self.let_through: int | None = None
+        self._said: set[str] = set()
+
+        # Counts of overflows. They lead to collectives, so they must be equal on all ranks: they follow the verdict and
+        # nothing that one rank alone knows
+        self.num_overflows = 0
         self._overflows_in_a_row = 0
         self._later_overflows = 0
         self._has_been_clean = False
-        self._said: set[str] = set()
 
     def on_clean(self) -> None:
-        """A step was clean. Collective: none. Host sync: none."""
+        """Note that a step was clean: a run of overflows has ended. Collective: none. Host sync: none."""
         self._has_been_clean = True
         self._overflows_in_a_row = 0
 
     def judge(self, severity: Severity, record: StepRecord) -> Judgement:
-        """What a verdict means, at first sight.
+        """Tell what a verdict means before anything is looked at again.
 
         Args:
             severity: the verdict, not clean.
             record: of the step.
 
         Returns:
-            A decision, or none where there seems to be a fault: then `examine` comes next.
+            With a decision, or with none where there seems to be a fault: then `examine` comes next.
 
-        Collective: under a scaler one all-reduce of 8 bytes, and the fault round for each overflow that is told, on
-        the fault group; else none.
+        Collective: for an overflow one all-reduce of 8 bytes, and the fault round if it is logged, on the fault group;
+        else none. Host sync: two for an overflow and many if it is logged, one per page of slots for a warning, else
+        none.
         """
         if severity is Severity.OVERFLOW:
             return self._overflow(record)
@@ -124,10 +133,14 @@ class Triage:
         return Judgement(Decision.CLEAN, warnings=tuple(self._new_warnings(record)))
 
     def examine(self, judgement: Judgement, record: StepRecord) -> Judgement:
-        """Look again at a fault, and ask all ranks.
+        """Look again at what seems to be a fault, and find its origin together with all ranks.
+
+        Args:
+            judgement: what `judge` returned.
+            record: of the step.
 
         Returns:
-            With findings and report; with a decision where it is no fault, see [Note: confirmed].
+            With findings and report; with a decision instead where it is no fault, see [Note: confirmed].
 
         Collective: one all-reduce of 40 bytes, and the fault round, on the fault group. Host sync: many.
         """
@@ -144,7 +157,7 @@ class Triage:
         return Judgement(None, severity, cause, warnings, findings, report)
 
     def report(self, record: StepRecord, findings: RankFindings, cause: str) -> FaultReport:
-        """The report of all ranks. Collective: the fault round, on the fault group."""
+        """The report of a step, the same on all ranks. Collective: the fault round, on the fault group."""
         return report_of(self._context, record, findings, cause, self.let_through)
 
     def has_findings(self, record: StepRecord) -> bool:
@@ -168,7 +181,10 @@ class Triage:
         return Judgement(None, Severity.FAULT, cause=f"scale collapse: {reason}")
 
     def _about_overflow(self, record: StepRecord, scale: float) -> tuple[str, ...]:
-        """The first ones are the scaler's search for a scale; later ones are worth a line, and where they began."""
+        """The line for the log about an overflow, with its origin; empty where it is not worth one.
+
+        Overflows before the first clean step are the scaler's search for its scale.
+        """
         if not self._has_been_clean:
             return ()
         self._later_overflows += 1
@@ -182,18 +198,19 @@ class Triage:
     def _confirmed(
         self, severity: Severity, record: StepRecord, findings: RankFindings
     ) -> tuple[Severity, tuple[str, ...]]:
-        """The severity once more, and what is to be said about it; see [Note: confirmed]."""
+        """The severity after the second look, and a warning where that is lower; see [Note: confirmed]."""
         context = self._context
         if not record.is_current:
             return severity, ()  # its gradients are gone, its update has been withheld
         other = bool(findings.nonfinite_state.names() or findings.hyper_parameters)
-        # a scaler that nobody told us of has set found_inf, and the device is going to skip the update
-        unasked = any(getattr(optimizer, "found_inf", None) is not None for optimizer in context.optimizers)
-        other, seen, now, loss, unasked = context.ranks.any_of(
-            other, findings.gradients_bad_seen, findings.gradients_bad_now, findings.loss_bad, unasked
+        # a scaler that was not passed to the guard has set found_inf, and the device is going to skip the update
+        foreign_skip = any(getattr(optimizer, "found_inf", None) is not None for optimizer in context.optimizers)
+        # all ranks must come to the same decision, though only one of them may have seen the gradient
+        other, seen, now, loss, foreign_skip = context.ranks.any_of(
+            other, findings.gradients_bad_seen, findings.gradients_bad_now, findings.loss_bad, foreign_skip
         )
         by_gradients_alone = severity is Severity.FAULT and seen and not other and context.scaler is None
-        if not by_gradients_alone or (now and not unasked):
+        if not by_gradients_alone or (now and not foreign_skip):
             return severity, ()
         text = (
             "gradients were non-finite in backward and somebody has dealt with them, so the step goes on; "

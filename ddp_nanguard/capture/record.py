@@ -1,4 +1,4 @@
-"""One step as the fault path, a dump and a replay need it; there is no other record of a step."""
+"""`StepRecord`: one step as the fault path, a dump and a replay need it. There is no other record of a step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StepSlots(Protocol):
     """The slots of a step: the open ones of a `SlotBuffer`, or a `PastStep`."""
 
     def slot_stats(self) -> list[SlotStats]:
-        """In execution order. Host sync: one per page."""
+        """All slots of the step in execution order. Host sync: one per page of slots."""
 
 
 @dataclass
@@ -34,12 +34,12 @@ class StepRecord:
     Attributes:
         step: its number.
         window: its micro-batches, and the buffers from before them.
-        calls: calls of modules in its forwards.
-        slots: what the probes left.
-        hyper_parameters: numbers of the parameter groups as this step's update uses them.
-        scaler: the scaler's state in this step; None without a scaler.
-        is_current: whether what lies in the parameters' ``grad``, in the batches and in the scaler is still this
-            step's. Not so for a step whose verdict comes late: the next one has run meanwhile.
+        calls: calls of modules in its forwards, in execution order.
+        slots: the results of its probes.
+        hyper_parameters: numbers in the parameter groups, as this step's update uses them.
+        scaler: gives the scaler's state in this step; None without a scaler.
+        is_current: whether the parameters' ``grad``, the batches and the scaler are still those of this step. False for
+            a step whose verdict comes late: the next one has run meanwhile.
         gradients: parameter and gradient by name, where the update itself is to be replayed; empty otherwise.
     """
 
@@ -70,20 +70,36 @@ class PreviousStep:
 
     def __init__(self) -> None:
         self.record: StepRecord | None = None
+        # Everything is put back into the objects that the loop holds, so the originals are kept beside the copies: by
+        # tensor, by parameter group, by optimizer
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
         self._plain: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._state: list[tuple[torch.optim.Optimizer, dict[Any, dict[str, Any]]]] = []
 
     @torch.no_grad()
     def snapshot(self, record: StepRecord, tensors: Iterable[Tensor], optimizers: list[torch.optim.Optimizer]) -> None:
-        """Copy everything that the coming update can change. Host sync: none."""
+        """Copy everything that the coming update can change.
+
+        Args:
+            record: of the step; its window and slots must be copies of their own, since the open ones go on.
+            tensors: this rank's parts of the parameters.
+            optimizers: whose state and hyper-parameters are copied too.
+
+        Host sync: none.
+        """
         self.record = record
         self._tensors = {id(tensor): (tensor, tensor.detach().clone()) for tensor in tensors}
         self._state = [(optimizer, _cloned_state(optimizer)) for optimizer in optimizers]
         self._plain = [(g, {k: v for k, v in g.items() if k != "params"}) for o in optimizers for g in o.param_groups]
 
     def keep_gradients(self, named: Mapping[str, Tensor]) -> None:
-        """Copy the gradients that the update is about to use. Host sync: none."""
+        """Copy the gradients that the update is about to use into the record; nothing before the first `snapshot`.
+
+        Args:
+            named: parameters by clean name; those without a gradient are left out.
+
+        Host sync: none.
+        """
         if self.record is None:
             return
         for name, parameter in named.items():
@@ -92,9 +108,10 @@ class PreviousStep:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put weights and optimizer state back to where they were before the update."""
+        """Write weights, optimizer state and hyper-parameters from before the update back, in place."""
         for tensor, saved in self._tensors.values():
             tensor.detach().copy_(saved)
+        # a key that this update has created must go too, hence the clear
         for optimizer, state in self._state:
             optimizer.state.clear()
             optimizer.state.update({parameter: dict(values) for parameter, values in state.items()})

@@ -38,7 +38,7 @@ class RandomState:
 
 
 def capture(device: torch.device | None = None, generators: Generators | None = None) -> RandomState:
-    """The present random states.
+    """The random states of this rank as they are now.
 
     Args:
         device: the rank's device; None or a CPU: no accelerator stream is taken.
@@ -58,16 +58,17 @@ def capture(device: torch.device | None = None, generators: Generators | None = 
 
 
 def restore(state: RandomState, generators: Generators | None = None, device: torch.device | None = None) -> list[str]:
-    """Puts random states back.
+    """Put random states back, as many streams as possible.
 
     Args:
         state: what `capture` returned, here or in another process.
-        generators: the present generators under the names they were registered with.
-        device: the present device; its stream is restored if it is of the recorded type.
+        generators: the generators to write into, under the names that they were registered with.
+        device: of this rank now; its stream is restored if it is of the recorded type.
 
     Returns:
         The streams that could not be restored, each as ``name: reason``; empty when all were.
     """
+    # one function per stream, so that a stream that cannot be restored does not keep the others from it
     streams: dict[str, Callable[[], None]] = {
         "python": lambda: random.setstate(_python_state(state.python)),
         "numpy": lambda: np.random.set_state(state.numpy),
@@ -76,6 +77,7 @@ def restore(state: RandomState, generators: Generators | None = None, device: to
     if state.device is not None:
         streams[state.device_type or "device"] = lambda: _restore_device(state, device)
     for name, saved in state.generators.items():
+        # defaults bind the loop's variables now, not when the function runs
         streams[f"generator {name}"] = lambda name=name, saved=saved: _restore_generator(  # type: ignore[misc]
             (generators or {}).get(name), saved
         )
@@ -84,7 +86,12 @@ def restore(state: RandomState, generators: Generators | None = None, device: to
 
 @contextlib.contextmanager
 def kept(device: torch.device | None = None, generators: Generators | None = None) -> Iterator[None]:
-    """Afterwards the random states are as they were before."""
+    """Put the random states back at the end of this context to what they were at its beginning.
+
+    Args:
+        device: of the rank; None or a CPU: no accelerator stream is kept.
+        generators: further generators by name.
+    """
     before = capture(device, generators)
     try:
         yield
@@ -102,7 +109,7 @@ def _failure_of(stream: Callable[[], None]) -> str | None:
 
 def _device_state(device: torch.device) -> torch.Tensor:
     module = torch.get_device_module(device)
-    # MPS has one device and takes no argument.
+    # MPS has one device, and its function takes no argument
     state = module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
     return _cpu_bytes(state)
 
@@ -146,11 +153,11 @@ def _restore_generator(generator: Any, state: Any) -> None:
 
 
 def _python_state(state: Any) -> tuple[Any, ...]:
-    """``random.setstate`` insists on tuples."""
+    """A state of ``random`` as the tuple of tuples that ``random.setstate`` insists on; JSON made lists of them."""
     version, key, gauss = state
     return version, tuple(key), gauss
 
 
 def _cpu_bytes(state: torch.Tensor) -> torch.Tensor:
-    """Generators refuse anything but uint8 on the CPU."""
+    """A generator's state as uint8 on the CPU: generators refuse every other tensor."""
     return state.to(device="cpu", dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""The window: what one optimizer step needs to run again, and what a skipped one must put back."""
+"""The accumulation window: what one optimizer step needs to run again, and what a skipped one must put back."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class MicroBatch:
         batch: the item; without ``guard.steps`` the root's ``{"args": ..., "kwargs": ...}``.
         random_state: random states after the loader produced the item, before the forward.
         losses: watched losses by name, detached, of any shape.
-        modified: paths of batch tensors that the step changed in place.
-        scaler: the scaler's state, or None.
+        modified: paths of batch tensors that the step changed in place, as `AccumulationWindow.record_modified` found.
+        scaler: scale and growth tracker during the micro-batch; None without a scaler.
     """
 
     index: int
@@ -44,17 +44,32 @@ class MicroBatch:
 class AccumulationWindow:
     """The micro-batches of the step now running, and the buffers from before it.
 
+    Args:
+        device: of the model; its random state is kept too.
+        copy_batch: whether batch tensors are copied instead of referred to.
+        hold: where batches are held; ``host`` copies them to pinned memory without waiting.
+
+    Attributes:
+        micro_batches: those begun so far.
+        reduced_micro_batches: indices of those after whose backward gradients were communicated.
+        generators: registered random generators by name.
+
     Memory: references to the batches (copies with ``copy_batch`` or where ``hold="host"`` moves them off the device),
     and one copy of the floating buffers, and of others up to `SMALL_BYTES` each.
     """
 
     def __init__(self, device: torch.device, copy_batch: bool, hold: Literal["device", "host"]) -> None:
+        self._device = device
+        self.generators: dict[str, Any] = {}
+
+        # - Batches. Tensors kept by reference can be changed in place by the step, which would make the dump lie: their
+        # versions tell
         self.micro_batches: list[MicroBatch] = []
         self.reduced_micro_batches: set[int] = set()
-        self.generators: dict[str, Any] = {}
-        self._device = device
         self._keep_tensor = _to_host if hold == "host" else (_clone if copy_batch else _same)
         self._versions: list[list[tuple[str, Tensor, int]]] = []
+
+        # - Copies of the buffers. Their memory stays from window to window, so a flag says whether they are valid
         self._buffers: dict[str, Tensor] = {}
         self._has_buffers = False
 
@@ -66,13 +81,19 @@ class AccumulationWindow:
         return other
 
     def frozen_copy(self) -> AccumulationWindow:
-        """The same micro-batches, with copies of the buffers: what stays when the window is cleared and filled anew."""
+        """A window with the same micro-batches and its own copies of the buffers; clearing this one leaves it alone."""
         other = copy.copy(self)
         other._buffers = {name: buffer.clone() for name, buffer in self.buffers().items()}
         return other
 
     def begin_micro_batch(self, batch: Any) -> MicroBatch:
-        """Keep a batch and the random states. Host sync: none (``hold="host"`` copies without waiting)."""
+        """Keep a batch and the random states of this moment, before the forward.
+
+        Args:
+            batch: the loader's item. Its containers are copied, its tensors kept as the options say.
+
+        Host sync: none (``hold="host"`` copies without waiting).
+        """
         kept = copy_containers(batch, self._keep_tensor)
         micro_batch = MicroBatch(len(self.micro_batches), kept, rng.capture(self._device, self.generators))
         self.micro_batches.append(micro_batch)
@@ -80,11 +101,17 @@ class AccumulationWindow:
         return micro_batch
 
     def mark_reduced(self) -> None:
-        """Gradients were communicated after the backward of the last micro-batch."""
+        """Note that gradients were communicated after the backward of the last micro-batch."""
         self.reduced_micro_batches.add(self.micro_batches[-1].index if self.micro_batches else 0)
 
     def snapshot_buffers(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy the buffers before the model changes them; once per window."""
+        """Copy the buffers before the model changes them; only the first call in a window does anything.
+
+        Args:
+            named: clean name and buffer; large integer buffers are left out, see `SMALL_BYTES`.
+
+        Host sync: none.
+        """
         if self._has_buffers:
             return
         self._has_buffers = True
@@ -95,12 +122,12 @@ class AccumulationWindow:
             torch._foreach_copy_(list(self._buffers.values()), list(sources.values()))
 
     def buffers(self) -> dict[str, Tensor]:
-        """The buffers from before the window, empty where no forward has run."""
+        """Copies of the buffers from before the window, by clean name; empty where no forward has run in it."""
         return self._buffers if self._has_buffers else {}
 
     @torch.no_grad()
     def restore_buffers(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Write the buffers from before the window into the model's."""
+        """Write the copies from before the window into the model's buffers, in place."""
         saved = self.buffers()
         for name, buffer in named:
             if name in saved:
@@ -108,19 +135,27 @@ class AccumulationWindow:
 
     @torch.no_grad()
     def repair_buffer_copies(self, earlier: AccumulationWindow) -> None:
-        """Copies of buffers that the step before had spoilt become those from before that step. Host sync: many."""
+        """Replace copies of buffers that the step before had made non-finite by the copies from before that step.
+
+        Needed where the verdict on that step comes late: this window has copied the buffers meanwhile.
+
+        Args:
+            earlier: the window of the step before.
+
+        Host sync: one per buffer.
+        """
         for name, copied in self.buffers().items():
             before = earlier.buffers().get(name)
             if before is not None and kind_in(copied, allow_negative_inf=True) is not None:
                 copied.copy_(before)
 
     def record_modified(self) -> None:
-        """Record which batch tensors the step changed in place."""
+        """Find out which batch tensors the step has changed in place, by their versions. Host sync: none."""
         for micro_batch, versions in zip(self.micro_batches, self._versions, strict=True):
             micro_batch.modified = [path for path, tensor, version in versions if _version(tensor) != version]
 
     def clear(self) -> None:
-        """Forget the window; the storage of the buffers' copy stays."""
+        """Forget the window; the memory of the buffers' copies stays for the next one."""
         self.micro_batches = []
         self.reduced_micro_batches = set()
         self._versions = []

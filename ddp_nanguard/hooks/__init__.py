@@ -1,3 +1,3 @@
-"""Hooks on the user's loop and modules."""
+"""Hooks on the training loop, on modules and on autograd, and what Python frames mean in a stack."""
 
 __frame_role__ = "probe"  # see `hooks.frames`

@@ -1,4 +1,4 @@
-"""What autograd is doing in this thread."""
+"""Whether autograd is running a backward pass in this thread."""
 
 from __future__ import annotations
 

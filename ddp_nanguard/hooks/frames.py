@@ -1,4 +1,4 @@
-"""Whose code a Python frame runs, as far as this package is concerned.
+"""Whose code a Python frame runs: the user's, torch's, or this package's, and what it means there.
 
 [Note: frame roles]
 A trace names the user's line, so it has to tell the user's frames from ours and from torch's. For ours that is a
@@ -19,17 +19,21 @@ class FrameRole(enum.StrEnum):
     """What a frame of this package means in a stack."""
 
     PROBE = "probe"
-    """The package looks at something: operators below it are none of the step's."""
+    """The package looks at something: operators that it calls are not part of the step."""
     PASSES_ON = "passes on"
-    """It only hands a call on, from the loop to the model or back."""
+    """The package only hands a call on, from the loop to the model or back."""
     STARTS_STEP = "starts step"
-    """It runs a step by itself: frames above it are not part of the step."""
+    """The package runs a step by itself, as in a replay: frames above it are not part of the step."""
     INJECTS = "injects"
     """An injected fault, which is to be found as one in the user's code would be."""
 
 
 def role_of(module: str) -> FrameRole | None:
-    """The role of a module's frames: its own, else that of the nearest folder around it; None outside this package."""
+    """The role of a module's frames: its own, else that of the nearest folder around it; None outside this package.
+
+    Args:
+        module: dotted name, as in a frame's ``__name__``.
+    """
     if module.partition(".")[0] != _PACKAGE:
         return None
     while module:
@@ -42,7 +46,7 @@ def role_of(module: str) -> FrameRole | None:
 
 
 def module_of(frame: FrameType) -> str:
-    """Name of the module whose code a frame runs, "" where it has none."""
+    """Dotted name of the module whose code a frame runs; "" where it has none, as in ``exec``."""
     return str(frame.f_globals.get("__name__", ""))
 
 

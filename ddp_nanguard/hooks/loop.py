@@ -1,4 +1,4 @@
-"""Where the guard meets the training loop: the loader, the call of the model, the step of the optimizer, the losses."""
+"""Hooks where the guard meets the training loop: loader, call of the model, step of the optimizer, watched losses."""
 
 from __future__ import annotations
 
@@ -21,39 +21,46 @@ _log = logging.getLogger(__name__)
 
 
 class StepEvents(Protocol):
-    """What happens in a training loop, in order; `StepMonitor` tells the story."""
+    """What the hooks report of a training loop, in the order of a step. `StepMonitor` implements it."""
 
     @property
     def is_watching(self) -> bool:
-        """Whether anything is looked at."""
+        """Whether anything is looked at; False for a guard that is switched off or closed."""
 
     def has_open_window(self) -> bool:
-        """Whether a micro-batch is open."""
+        """Whether a micro-batch has begun since the last verdict."""
 
     def begin_micro_batch(self, batch: Any) -> Any:
-        """The loader has produced an item; what is returned goes to the loop."""
+        """Called with each item of the loader; the loop gets what is returned."""
 
     def is_inside_scaler(self) -> bool:
-        """Whether ``scaler.step`` is running, whose entry has been judged."""
+        """Whether ``scaler.step`` is running. Its verdict was given on entry, so ``optimizer.step`` gets none."""
 
     def before_update(self, optimizer: torch.optim.Optimizer) -> bool:
-        """``optimizer.step`` is entered: may the update go ahead?"""
+        """Called on entry to ``optimizer.step``, outside of a scaler: gives the verdict.
+
+        Returns:
+            Whether the update goes ahead.
+
+        Raises:
+            NonFiniteError: on every rank, to stop before the update.
+        """
 
     def begin_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """The update is about to use its gradients."""
+        """Called when the update is about to use the gradients, after the verdict."""
 
     def after_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """The weights have changed."""
+        """Called when ``optimizer.step`` has returned: the weights may have changed."""
 
 
 class ModelEvents(Protocol):
     """What happens around the forward of the whole model."""
 
     def before_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The model, wrapper included, is about to run."""
+        """Called before the model, wrapper included, runs."""
 
     def after_model(self, output: Any) -> None:
-        """The model has run."""
+        """Called with what the model returned."""
 
 
 class ModelHooks:
@@ -70,11 +77,11 @@ class ModelHooks:
         self._handles: list[Any] = []
 
     def put(self, before_others: bool, sees_output: bool) -> None:
-        """A hook before the model and, where asked for, one after it; those that were there go.
+        """Put a hook before the model and, if wanted, one after it; they replace those of an earlier call.
 
         Args:
-            before_others: put before the hooks that the model carries already.
-            sees_output: whether its output is to be reported.
+            before_others: whether the first one runs before the hooks that the model carries already.
+            sees_output: whether the output of the model is to be reported.
         """
         self.remove()
         is_compiled = getattr(self._model, "_compiled_call_impl", None) is not None
@@ -85,7 +92,7 @@ class ModelHooks:
             self._handles.append(self._model.register_forward_hook(leaving(self._events())))
 
     def remove(self) -> None:
-        """Take them off; may be called again."""
+        """Take the hooks off; may be called again."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -105,20 +112,27 @@ class OptimizerHooks:
         self._handles: list[Any] = []
 
     def put(self) -> None:
-        """One before and one after each ``step``."""
+        """Put a hook before and one after ``step`` of each optimizer."""
         for optimizer in self._optimizers:
             self._handles.append(optimizer.register_step_pre_hook(BeforeStepHook(self._events())))
             self._handles.append(optimizer.register_step_post_hook(AfterStepHook(self._events())))
 
     def remove(self) -> None:
-        """Take them off; may be called again."""
+        """Take the hooks off; may be called again."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
 
 class Steps:
-    """A loader whose items begin micro-batches."""
+    """A loader whose items begin micro-batches: what `NanGuard.steps` returns.
+
+    It can be iterated again and has the loader's length, if that has one.
+
+    Args:
+        loader: any iterable.
+        events: told of each item.
+    """
 
     def __init__(self, loader: Iterable[Any], events: StepEvents) -> None:
         self._loader = loader
@@ -142,31 +156,31 @@ class Steps:
             _log.warning("a window was still open when the loader began again: it goes on, its micro-batches count on")
 
 
-_warned: list[bool] = []
+_warned: list[bool] = []  # not empty once the warning was given: one per process, not one per epoch
 
 
 class EntryHook(WeakHook):
-    """Before the model, wrapper included."""
+    """The hook before the model, wrapper included."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The model is about to be called."""
+        """Report the call. Nothing while the hook itself is being traced by `torch.compile`."""
         events = self.target()
         if events is not None and not torch.compiler.is_compiling():
             events.before_model(args, kwargs)
 
 
 class UncompiledEntryHook(EntryHook):
-    """Of a model whose own call is compiled: it is not to be compiled by itself."""
+    """The hook before a model whose own call is compiled: runs as Python, since Dynamo would compile it by itself."""
 
     __slots__ = ()
     __call__ = _disable_dynamo(EntryHook.__call__)
 
 
 class ExitHook(WeakHook):
-    """After the model, wrapper included."""
+    """The hook after the model, wrapper included."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """The model has been called."""
+        """Report the output. Nothing while the hook itself is being traced by `torch.compile`."""
         events = self.target()
         if events is not None and not torch.compiler.is_compiling():
             events.after_model(output)
@@ -180,10 +194,15 @@ class UncompiledExitHook(ExitHook):
 
 
 class BeforeStepHook(WeakHook):
-    """Before ``optimizer.step``; a closure is wrapped, so that the verdict is given when it has returned."""
+    """The hook before ``optimizer.step``; a closure is wrapped, so that the verdict is given when it has returned."""
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        """The optimizer is about to step."""
+        """Give the verdict, or have the closure give it; returns new arguments of ``step`` with a closure, else None.
+
+        Raises:
+            ValueError: the step runs inside a backward pass.
+            NonFiniteError: on every rank, to stop before the update.
+        """
         events = self.target()
         if events is None:
             return None
@@ -192,9 +211,11 @@ class BeforeStepHook(WeakHook):
                 f"{type(optimizer).__name__}.step() inside the backward leaves no moment before the update for a "
                 "verdict; step after the backward, or set enabled=False"
             )
+        # the scaler's entry was judged; a second verdict in the same step would be one collective too many
         if events.is_inside_scaler():
             events.begin_update(optimizer)
             return None
+        # with a closure the gradients of the update do not exist yet
         closure = _closure_of(args, kwargs)
         if closure is None:
             events.before_update(optimizer)
@@ -207,26 +228,28 @@ class BeforeStepHook(WeakHook):
 
 
 class AfterStepHook(WeakHook):
-    """After ``optimizer.step``."""
+    """The hook after ``optimizer.step``, when the weights may have changed."""
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """The optimizer has stepped."""
+        """Report that the optimizer has stepped."""
         events = self.target()
         if events is not None:
             events.after_update(optimizer)
 
 
 class CountHook(WeakHook):
-    """After ``optimizer.step`` of a guard that is switched off."""
+    """The hook after ``optimizer.step`` for a guard that is switched off and only counts steps."""
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """The optimizer has stepped."""
+        """Report that the optimizer has stepped."""
         events = self.target()
         if events is not None:
             events.step += 1
 
 
 class _JudgedClosure:
+    """A closure for ``optimizer.step``, with the verdict after it and before the update."""
+
     def __init__(self, events: StepEvents, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> None:
         self._events = weakref.ref(events)
         self._optimizer = optimizer
@@ -242,7 +265,7 @@ class _JudgedClosure:
 
 
 def _closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-    """The closure given to ``step``; the optimizer itself comes first in ``args``."""
+    """The closure given to ``step``, None without one; the optimizer itself comes first in ``args``."""
     closure: Callable[[], Any] | None = (
         kwargs["closure"] if "closure" in kwargs else (args[1] if len(args) > 1 else None)
     )
@@ -250,7 +273,12 @@ def _closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], A
 
 
 def named_losses(losses: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Each loss with its name: a dict names its terms ``loss.cls``, numbers are taken too, None is ignored."""
+    """Each watched loss as (name, tensor).
+
+    Args:
+        losses: by name: tensors, containers of tensors, numbers, NumPy arrays, or dicts of these, whose terms are named
+            ``loss.cls``. None is ignored; the second tensor of a container is ``loss[1]``.
+    """
     for name, value in losses.items():
         if isinstance(value, dict):
             yield from named_losses({f"{name}.{key}": item for key, item in value.items()})

@@ -1,4 +1,4 @@
-"""Hooks on the user's modules and parameters: weak towards us, nothing in a copy."""
+"""Hooks that hold their owner weakly, and that do nothing in a copied or pickled model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def ignore(*args: Any, **kwargs: Any) -> None:
-    """What a hook becomes in a copied or pickled model."""
+    """Do nothing: what a hook becomes in a copied or pickled model."""
 
 
 def _ignoring() -> Callable[..., None]:
@@ -18,8 +18,8 @@ def _ignoring() -> Callable[..., None]:
 class WeakHook:
     """A hook that reports to ``target`` while that lives, and that is `ignore` in any copy of the model.
 
-    The target is held weakly: a hook hangs on the module or on its parameters, and a guard that watches the module
-    must not live, nor keep DDP alive, through it.
+    The target is held weakly: a hook hangs on the module or on its parameters, and a guard that watches the module must
+    not live, nor keep DDP alive, through it.
     """
 
     __slots__ = ("__weakref__", "target")
@@ -27,5 +27,7 @@ class WeakHook:
     def __init__(self, target: object) -> None:
         self.target: Callable[[], Any] = weakref.ref(target)
 
+    # `copy.deepcopy` goes through here too: a copy of the model, such as an EMA, is not watched by the guard of this
+    # one
     def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
         return _ignoring, ()

@@ -1,10 +1,10 @@
-"""Tensors made non-finite.
+"""Making tensors non-finite: by an operator that a trace can find, or in place.
 
 [Note: corrupted by division]
 A value of the forward or the backward is corrupted by an operator with finite inputs, a division by zero, so that a
-trace finds the operator as it would find one in the user's code. Of a value of the forward the first element is hit,
-the others keep their bits. Of a gradient, and of a weight before the step, every element is: one alone may meet a ReLU
-that was off, or a row of an embedding that nobody looks up.
+trace finds the operator as it would find one in the user's code. Of a value of the forward only the first element is
+hit. Of a gradient, and of a weight before the step, every element is: one alone may meet a ReLU that was off, or a row
+of an embedding that no index looks up.
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ _NUMERATORS = {"nan": 0.0, "inf": 1.0, "-inf": -1.0}
 
 
 def corrupted(tensor: Tensor, kind: str, everywhere: bool = False) -> Tensor:
-    """``tensor`` with its first element made non-finite, see [Note: corrupted by division]; differentiable."""
+    """A copy of ``tensor`` with its first element made non-finite; differentiable, see [Note: corrupted by division].
+
+    Args:
+        tensor: floating, dense, not empty.
+        kind: ``nan``, ``inf`` or ``-inf``.
+        everywhere: whether all elements are made non-finite.
+    """
+    # elements that are not hit get 0 / 1 added, which changes no value
     with torch.no_grad():
         numerator, denominator = torch.zeros_like(tensor), torch.ones_like(tensor)
         first = ... if everywhere else (0,) * tensor.dim()
@@ -34,23 +41,28 @@ def corrupted(tensor: Tensor, kind: str, everywhere: bool = False) -> Tensor:
 
 
 class CorruptedGradient(torch.autograd.Function):
-    """Identity whose gradient is corrupted on its way back."""
+    """Identity in the forward; corrupts the gradient that flows back through it."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, kind: str, on_backward: Callable[[], None]) -> Tensor:
-        """A copy, so that the code after it may change it in place."""
+        """Return a copy of ``values``, so that the code after it may change it in place."""
         ctx.kind, ctx.on_backward = kind, on_backward
         return values.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """The gradient of the values, corrupted."""
+        """Call ``on_backward`` and return the gradient with every element made non-finite."""
         ctx.on_backward()
         return corrupted(gradient, ctx.kind, everywhere=True), None, None
 
 
 def with_first_corrupted(value: Any, corrupt: Callable[[Tensor], Tensor]) -> tuple[Any, bool]:
-    """``value``, copied, with the first floating tensor in it replaced; whether there was one."""
+    """A copy of a container with its first floating tensor replaced, and whether there was one.
+
+    Args:
+        value: a tensor, or any container of tensors; returned as it is where it holds no floating tensor.
+        corrupt: gives the replacement.
+    """
     first = next((tensor for tensor in tensors_in(value) if is_plain(tensor)), None)
     done = False
 

@@ -2,7 +2,7 @@
 
 [Note: hooks before the guard's]
 Every hook here is put before those that are there already, so that it does not matter whether the guard or the fault
-came first: the guard sees what the layer, the wrapper or the update would have given.
+came first: the guard sees the fault as if the layer, the wrapper or the update had made it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,16 @@ __frame_role__ = "injects"  # see `hooks.frames`
 
 
 def attach(injection: Injection, model: nn.Module, layer: nn.Module | None) -> list[Any]:
-    """Put the hooks of an injection on; handles with ``remove()``."""
+    """Put the hooks of an injection on.
+
+    Args:
+        injection: of this rank; the hooks hold it weakly.
+        model: what the training loop calls, wrapper included.
+        layer: the module that the fault names; None for input and loss.
+
+    Returns:
+        Handles, each with ``remove()``.
+    """
     handles: list[Any] = [model.register_forward_pre_hook(_Entry(injection), with_kwargs=True, prepend=True)]
     phase = injection.spec.phase
     if phase in (Phase.FORWARD, Phase.BACKWARD):
@@ -41,14 +50,14 @@ def attach(injection: Injection, model: nn.Module, layer: nn.Module | None) -> l
     elif phase == Phase.REDUCE:
         handles.append(_AfterReduce(injection))
         handles.append(model.register_forward_hook(_Exit(handles[-1]), always_call=True))
-        injection.on_model = handles[-2].arm
+        injection.on_model = handles[-2].install
     elif phase == Phase.OPTIMIZER:
         handles.append(_AfterUpdate(injection))
     return handles
 
 
 class _Entry(WeakHook):
-    """Before the model is called, wrapper included."""
+    """The hook before the model, wrapper included: starts the forward's count, corrupts weights or the batch."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         injection: Injection | None = self.target()
@@ -59,6 +68,7 @@ class _Entry(WeakHook):
             return None
         if injection.spec.phase == Phase.STATE:
             _write_state(injection)
+        # with a loader the batch is corrupted where the loader gives it, see `Injection.corrupt_batch`
         if injection.spec.phase == Phase.INPUT and not injection.step_counter().has_loader():
             found, done = with_first_corrupted(
                 (args, kwargs), lambda tensor: corrupted(tensor.detach(), injection.spec.kind)
@@ -79,7 +89,10 @@ def _write_state(injection: Injection) -> None:
 
 
 class _Output(WeakHook):
-    """After the layer, before anybody has seen what it gives. A recomputation of checkpointing is corrupted alike."""
+    """The hook after the layer, before any other hook: corrupts its output, or the gradient of its output.
+
+    A recomputation under activation checkpointing is corrupted in the same way: its values must equal the original's.
+    """
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         injection: Injection | None = self.target()
@@ -102,58 +115,59 @@ def _corrupt_backward(tensor: Tensor, kind: str, mark_fired: Callable[[], None])
 
 
 class _Exit(WeakHook):
+    """The hook after the model: takes off the global hooks that were on for its forward."""
+
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         after: _AfterReduce | None = self.target()
         if after is not None:
-            after.disarm()
+            after.remove()
 
 
 class _AfterReduce:
-    """Corrupts a gradient after the wrapper has communicated it, before the guard looks.
+    """Corrupts a gradient after the wrapper has communicated it, and before the guard looks at it.
 
-    The end of backward is found as the guard finds it ([Note: the end of backward]), by a hook that backward reaches
+    It finds the end of backward as the guard does, see [Note: the end of backward], by a hook that backward reaches
     before the guard's: torch's global module hooks run before those of a module.
     """
 
     def __init__(self, injection: Injection) -> None:
         self._injection = weakref.ref(injection)
         self._handles: list[Any] = []
-        self._waits = False
+        # whether a backward has begun whose end is awaited: its callback is queued once, by the first hook
+        self._is_waiting = False
 
-    def arm(self) -> None:
-        """For one forward of the model."""
-        self.disarm()
-        self._waits = False
+    def install(self) -> None:
+        """Put global module hooks on for one forward of the model."""
+        self.remove()
+        self._is_waiting = False
         register: Any = nn.modules.module
         self._handles = [
             register.register_module_forward_pre_hook(lambda module, args: self._watch(args)),
             register.register_module_forward_hook(lambda module, args, output: self._watch(output)),
         ]
 
-    def disarm(self) -> None:
-        """The forward is over."""
+    def remove(self) -> None:
+        """Take the global module hooks off; hooks on tensors stay with their graph."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
-
-    remove = disarm
 
     def _watch(self, value: Any) -> None:
         if not torch.compiler.is_compiling() and not in_backward():
             for tensor in tensors_in(value):
                 if tensor.grad_fn is not None:
-                    tensor.register_hook(self._begins)  # type: ignore[no-untyped-call]  # torch's own
+                    tensor.register_hook(self._on_gradient)  # type: ignore[no-untyped-call]  # torch's own
 
-    def _begins(self, gradient: Tensor) -> None:
-        if not self._waits:
-            self._waits = True
-            Variable._execution_engine.queue_callback(self._first)
+    def _on_gradient(self, gradient: Tensor) -> None:
+        if not self._is_waiting:
+            self._is_waiting = True
+            Variable._execution_engine.queue_callback(self._first_callback)
 
-    def _first(self) -> None:
-        Variable._execution_engine.queue_callback(self._second)
+    def _first_callback(self) -> None:
+        Variable._execution_engine.queue_callback(self._second_callback)
 
-    def _second(self) -> None:
-        self._waits = False
+    def _second_callback(self) -> None:
+        self._is_waiting = False
         injection = self._injection()
         model = injection.model() if injection is not None else None
         if injection is None or model is None or injection.num_fired:
@@ -172,7 +186,10 @@ class _AfterReduce:
 
 
 class _AfterUpdate:
-    """Corrupts a weight after ``optimizer.step``, before the guard looks at what the update has made."""
+    """Corrupts a weight after ``optimizer.step``, before the guard looks at the updated weights.
+
+    Which optimizer holds the weight shows only when one steps, so a global hook waits for that.
+    """
 
     def __init__(self, injection: Injection) -> None:
         self._injection = weakref.ref(injection)
@@ -180,7 +197,7 @@ class _AfterUpdate:
         self._after: Any = None
 
     def remove(self) -> None:
-        """Take both hooks off."""
+        """Take the global hook off, and that on the optimizer if there is one."""
         for handle in (self._handle, self._after):
             if handle is not None:
                 handle.remove()
@@ -190,10 +207,11 @@ class _AfterUpdate:
         if injection is None or self._after is not None or injection.step_counter().updating() != injection.spec.step:
             return
         if self._own_of(injection, optimizer) is not None:
-            self._after = optimizer.register_step_post_hook(self._spoil)
+            # first of the post hooks, so that the guard's, which probes the weights, comes after it
+            self._after = optimizer.register_step_post_hook(self._corrupt_weight)
             optimizer._optimizer_step_post_hooks.move_to_end(self._after.id, last=False)  # type: ignore[attr-defined]  # an OrderedDict
 
-    def _spoil(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _corrupt_weight(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         injection = self._injection()
         if injection is None or injection.num_fired:
             return  # a hook cannot take itself off while it runs

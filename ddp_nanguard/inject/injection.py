@@ -1,4 +1,4 @@
-"""One injected fault, and all that are there."""
+"""`Injection`: one injected fault with its life in this process, and the list of those of a model."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ from .step_counter import NeverFires, StepCounter
 _log = logging.getLogger(__name__)
 
 REPLAY = "replay"
-"""Source of what a replay injects again: it is told in the outcome, not in the log."""
+"""Source of a fault that a replay injects again: the outcome of the replay tells of it, not the log."""
 OVERDUE_STEPS = 3
-"""A job that still runs so many steps after the planned one is told so."""
+"""Steps after that of the fault at which a job that still runs gets a warning."""
 
 
 class Injection:
-    """An injected fault; `remove` takes its hooks off. What it has made non-finite stays so.
+    """One injected fault. `remove` takes its hooks off; what it has made non-finite stays so.
 
     Args:
         spec: which fault, and where.
         model: what the training loop calls; held weakly.
-        source: who asked for it, for the log.
+        source: what asked for it, for the log: ``inject()``, the environment variable, or `REPLAY`.
 
     Attributes:
-        num_fired: how often it was done; 0 on every rank but the planned one.
-        active: whether the forward that ran last is the planned one.
-        on_model: called when the planned forward is about to run.
+        num_fired: how often it has happened; 0 on every rank but that of the fault.
+        active: whether the last forward was in the step and micro-batch of the fault.
+        on_model: called when a forward of that step and micro-batch is about to run.
+        handles: of its hooks.
     """
 
     def __init__(self, spec: InjectionSpec, model: nn.Module, source: str) -> None:
@@ -50,16 +51,18 @@ class Injection:
         self.model: Callable[[], nn.Module | None] = weakref.ref(model)
         self.source = source
         self.handles: list[Any] = []
+        # weak, since a guard can be the counter: a fault must not keep one alive that has been closed
         self._counter: Callable[[], StepCounter | None] = _nothing
-        self._calls = [0, 0]
+        # calls of the layer in this forward, original ones and recomputed ones: each first one is corrupted
+        self._num_calls = [0, 0]
         self._told: set[str] = set()
 
     def step_counter(self) -> StepCounter:
-        """Whose steps count."""
+        """What counts steps for this fault: a guard, a counter of its own, or one that never reaches any step."""
         return self._counter() or NeverFires()
 
     def count_by(self, counter: StepCounter) -> None:
-        """From now on these steps count, and batches and losses are met there. The counter is held weakly."""
+        """Follow another counter from now on, for steps as well as for batches and losses. It is held weakly."""
         self._leave_counter()
         self._counter = weakref.ref(counter)
         if self.spec.phase == Phase.INPUT:
@@ -74,7 +77,7 @@ class Injection:
                 hooks.remove(own)  # type: ignore[arg-type]
 
     def remove(self) -> None:
-        """Every hook off; may be called again."""
+        """Take every hook off and leave the model's list of injections; may be called again."""
         for handle in self.handles:
             handle.remove()
         self.handles = []
@@ -86,7 +89,7 @@ class Injection:
     # -- what a step counter calls -----------------------------------------------------------------------------------
 
     def corrupt_batch(self, batch: Any, step: int, micro_batch: int) -> Any:
-        """What the loader has produced, made non-finite where that is planned."""
+        """A batch hook: the loader's item, with its first floating tensor corrupted in the fault's micro-batch."""
         if self.num_fired or (step, micro_batch) != (self.spec.step, self.spec.micro_batch):
             return batch
         batch, done = with_first_corrupted(batch, partial(corrupted, kind=self.spec.kind))
@@ -94,7 +97,10 @@ class Injection:
         return batch
 
     def corrupt_loss(self, loss: Tensor, micro_batch: int) -> None:
-        """A watched loss, made non-finite in place where that is planned, unseen by autograd."""
+        """A loss hook: makes the first watched loss of the fault's micro-batch non-finite, in place.
+
+        Autograd does not see it, so all gradients stay finite.
+        """
         if not self.active or self.num_fired or self.spec.micro_batch != micro_batch:
             return
         found = [tensor for tensor in tensors_in(loss) if is_plain(tensor)]
@@ -105,11 +111,11 @@ class Injection:
     # -- what the hooks ask and tell -----------------------------------------------------------------------------------
 
     def enter(self) -> None:
-        """The model is about to be called in grad mode."""
+        """Note that the model is about to be called in grad mode; warn where the fault is overdue."""
         now = self.step_counter().entering()
         was, self.active = self.active, now == (self.spec.step, self._micro_batch(now))
         if self.active and not was:
-            self._calls = [0, 0]
+            self._num_calls = [0, 0]
         if self.active and not self.num_fired:
             self.on_model()
         if now is not None and now[0] >= self.spec.step + OVERDUE_STEPS:
@@ -123,44 +129,54 @@ class Injection:
         return "nothing was planted: there is no such micro-batch, or no watched loss"
 
     def _micro_batch(self, now: tuple[int, int] | None) -> int:
-        """A reduce comes with whichever micro-batch communicates."""
+        """Micro-batch of the fault; for a reduce the present one, since any micro-batch may communicate."""
         return now[1] if now is not None and self.spec.phase == Phase.REDUCE else self.spec.micro_batch
 
     def is_first_call(self, recomputed: bool) -> bool:
-        """Whether this is the layer's first call in the planned micro-batch, or the recomputation of it."""
-        self._calls[recomputed] += self.active
-        return self.active and self._calls[recomputed] == 1
+        """Count a call of the layer; whether it is the first one in the fault's micro-batch.
+
+        Args:
+            recomputed: whether checkpointing runs it again inside backward; such calls count by themselves.
+        """
+        self._num_calls[recomputed] += self.active
+        return self.active and self._num_calls[recomputed] == 1
 
     def mark_fired(self) -> None:
-        """It was done."""
+        """Count that the fault has happened, and log it once."""
         self.num_fired += 1
         self.tell("planted")
 
     def note(self, done: bool, problem: str) -> None:
-        """It was done, or why it was not."""
+        """Count that the fault has happened, or log why it could not.
+
+        Args:
+            done: whether it has happened.
+            problem: why it could not; for the log.
+        """
         if done:
             self.mark_fired()
         else:
             self.tell(f"NOT planted: {problem}")
 
     def tell(self, text: str) -> None:
-        """A warning, each text once."""
+        """Log a text as a warning (in a replay as info), each text once."""
         if text not in self._told:
             self._told.add(text)
             level = logging.INFO if self.source == REPLAY else logging.WARNING
             _log.log(level, "%s: %s (%s)", self.source, text, self.spec)
 
 
+# by unwrapped model, so that a guard finds faults that were injected before it was made, whatever wraps the model
 _injections: weakref.WeakKeyDictionary[nn.Module, list[Injection]] = weakref.WeakKeyDictionary()
 
 
 def injections_of(root: nn.Module) -> list[Injection]:
-    """Those of an unwrapped model, in the order in which they were made; the list itself."""
+    """The injections of an unwrapped model in the order in which they were made: the list itself, not a copy."""
     return _injections.setdefault(root, [])
 
 
 def fired_injections(root: nn.Module) -> list[dict[str, Any]]:
-    """This rank's faults that have happened, for its evidence; JSON-ready."""
+    """The specs of this rank's faults that have happened, for its evidence in a dump; JSON-ready."""
     return [dataclasses.asdict(injection.spec) for injection in _injections.get(root, []) if injection.num_fired]
 
 

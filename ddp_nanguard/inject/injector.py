@@ -1,4 +1,4 @@
-"""Putting injected faults on: those of the environment, those of a replay, those of `testing.inject`."""
+"""Injecting faults into a model: those of the environment, those of a replay, those of `testing.inject`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,18 @@ from .step_counter import HookStepCounter, StepCounter, counter_of, register_cou
 _log = logging.getLogger(__name__)
 
 LEFT_IN_DUMP = (Phase.INPUT, Phase.STATE)
-"""Faults that a replay meets in the dump itself: a bad batch, bad weights."""
+"""Phases whose faults a replay finds in the dump itself, as a bad batch or bad weights."""
 
 
 def install_injection(model: nn.Module, spec: InjectionSpec, source: str, here: bool) -> Injection:
-    """Put the hooks of a valid spec on, where this is its rank."""
+    """Put the hooks of an injection on the model, if this is its rank.
+
+    Args:
+        model: what the training loop calls, wrapper included.
+        spec: valid for the model, its layer filled in.
+        source: what asked for it, for the log.
+        here: whether this is its rank; elsewhere the injection does nothing.
+    """
     injection = Injection(spec, model, source)
     if not here:
         return injection
@@ -34,6 +41,7 @@ def install_injection(model: nn.Module, spec: InjectionSpec, source: str, here: 
     layer = None if spec.layer is None else dict(wrapper.named_modules())[spec.layer]
     injection.handles = attach(injection, model, layer)
     counter = counter_of(wrapper.root)
+    # without a guard the fault counts for itself; a guard that is made later takes over, see `follow_counter`
     if counter is None:
         counter = own = HookStepCounter(model, {id(parameter) for _, parameter in wrapper.named_parameters()})
         injection.handles.append(own)
@@ -43,10 +51,12 @@ def install_injection(model: nn.Module, spec: InjectionSpec, source: str, here: 
 
 
 def spec_from_environment(wrapper: Wrapper, ranks: RankGroup) -> InjectionSpec | None:
-    """What ``NANGUARD_INJECT`` asks for, the same on every rank; the planned rank fills the layer in.
+    """The fault that ``NANGUARD_INJECT`` asks for, the same on every rank; None without the variable.
+
+    The rank of the fault fills the layer in, since only it knows of which layers it holds parameters.
 
     Raises:
-        ValueError: on every rank.
+        ValueError: on every rank, if the text is no spec or does not fit the model on any of them.
 
     Collective: none without the variable; else one MIN and one SUM all-reduce of at most 8 KiB on the fault group.
     """
@@ -65,13 +75,16 @@ def spec_from_environment(wrapper: Wrapper, ranks: RankGroup) -> InjectionSpec |
 
 
 def follow_counter(model: nn.Module, counter: StepCounter, spec: InjectionSpec | None, rank: int) -> Injection | None:
-    """Let all faults of a model go by these steps, and inject what the environment asks for.
+    """Let all faults of a model count steps with a guard, and inject what the environment asks for.
 
     Args:
         model: what the training loop calls.
-        counter: a guard's.
-        spec: from `spec_from_environment`.
+        counter: of the guard.
+        spec: from `spec_from_environment`; None for none.
         rank: this one.
+
+    Returns:
+        The injection of ``spec``; None without one.
     """
     root = wrapper_of(model).root
     register_counter(root, counter)
@@ -85,25 +98,30 @@ def follow_counter(model: nn.Module, counter: StepCounter, spec: InjectionSpec |
 
 
 def warn_of_disabled() -> None:
-    """A guard that does nothing injects nothing."""
+    """Warn that ``NANGUARD_INJECT`` is set and does nothing, since the guard is switched off."""
     if injection_text() is not None:
         _log.warning("%s: NOT planted: the guard has enabled=False", ENV_INJECT)
 
 
 def environment_option() -> dict[str, str]:
-    """For the comparison of options over ranks: what the environment injects must be the same everywhere."""
+    """The fault of the environment as an entry among the options, which all ranks compare; empty for none."""
     text = injection_text()
     return {} if text is None else {"inject": text}
 
 
 def reinject(model: nn.Module, recorded: list[dict[str, Any]]) -> tuple[list[Injection], list[str]]:
-    """For a replay: what the dump records and nothing else, see [Note: replay of an injected fault].
+    """Inject into a replay's model what its dump records and nothing else, see [Note: replay of an injected fault].
+
+    Args:
+        model: of the replay.
+        recorded: what `fired_injections` returned in the job.
 
     Returns:
-        What is on now, and remarks about it.
+        The injections that have hooks now, and notes about all recorded ones for the outcome.
     """
+    # the recipe may have called `inject` itself, and the fault must not come twice
     for injection in list(injections_of(wrapper_of(model).root)):
         injection.remove()
     specs = [InjectionSpec(**data) for data in recorded]
-    on = [install_injection(model, spec, REPLAY, here=True) for spec in specs if spec.phase not in LEFT_IN_DUMP]
-    return on, [f"the fault was planted, and is again: {spec}" for spec in specs]
+    injected = [install_injection(model, spec, REPLAY, here=True) for spec in specs if spec.phase not in LEFT_IN_DUMP]
+    return injected, [f"the fault was planted, and is again: {spec}" for spec in specs]

@@ -1,4 +1,4 @@
-"""`InjectionSpec`: which fault is planted where, and whether that can be done in a model. Nothing is planted here."""
+"""`InjectionSpec`: which fault is injected where, and whether a model allows it. Nothing is injected here."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from .parameters import held_parts
 PHASES = tuple(str(phase) for phase in Phase)
 WITHOUT_LAYER = (Phase.INPUT, Phase.LOSS)
 IN_PARAMETERS = (Phase.STATE, Phase.REDUCE, Phase.OPTIMIZER)
-MAX_NAMES = 12
+MAX_NAMES = 12  # of layers or ranks in an error text, which would grow with the model otherwise
 
 
 @dataclass(frozen=True)
 class InjectionSpec:
-    """What is planted where.
+    """One fault that is to be injected: where, when and of which kind.
 
     Attributes:
         rank: global rank.
-        step: as the guard counts.
+        step: of the optimizer, as the guard counts them.
         phase: one of `PHASES`.
         layer: name in the unwrapped model, "" for the root; None for input and loss.
-        kind: ``nan``, ``inf`` or ``-inf``. The latter two may come to nothing (-inf through a ReLU is 0), and the
-            guard blames -inf only where nothing else is NaN or +inf.
+        kind: ``nan``, ``inf`` or ``-inf``. The latter two may come to nothing (-inf through a ReLU is 0), and the guard
+            blames -inf only where nothing else is NaN or +inf.
         micro_batch: index in the step; state, reduce and optimizer belong to none.
     """
 
@@ -43,13 +43,19 @@ class InjectionSpec:
     micro_batch: int = 0
 
     def __str__(self) -> str:
-        place = "" if self.phase in IN_PARAMETERS else f" · micro-batch {self.micro_batch}"
+        position = "" if self.phase in IN_PARAMETERS else f" · micro-batch {self.micro_batch}"
         layer = "" if self.layer is None else f" · {self.layer or '(root)'}"
-        return f"rank {self.rank} · step {self.step}{place} · {self.phase}{layer}: {self.kind}"
+        return f"rank {self.rank} · step {self.step}{position} · {self.phase}{layer}: {self.kind}"
 
 
 def validate_spec(spec: InjectionSpec, wrapper: Wrapper, ranks: list[int], own_rank: int) -> InjectionSpec:
-    """The plan with its layer filled in.
+    """Check that a spec fits a model; returns it with its layer filled in.
+
+    Args:
+        spec: to be checked.
+        wrapper: of the model.
+        ranks: global ranks that step together.
+        own_rank: this one. Only the rank of the fault checks that it holds a part of the layer's parameters.
 
     Raises:
         ValueError: names the option, the value and the valid ones.
@@ -74,7 +80,13 @@ def validate_spec(spec: InjectionSpec, wrapper: Wrapper, ranks: list[int], own_r
 
 
 def valid_layers(wrapper: Wrapper, phase: str, here: bool) -> list[str]:
-    """Layers in which a fault of a phase can be planted; on the rank itself those of which it holds a part."""
+    """Names of the layers in which a fault of a phase can be injected.
+
+    Args:
+        wrapper: of the model.
+        phase: one of `PHASES` that has a layer.
+        here: whether this is the rank of the fault: it must hold a part of the layer's parameters to corrupt it.
+    """
     names = [name for name, _ in wrapper.named_modules()]
     if phase not in IN_PARAMETERS:
         return names
@@ -85,9 +97,10 @@ def valid_layers(wrapper: Wrapper, phase: str, here: bool) -> list[str]:
 
 
 def _middle(wrapper: Wrapper, valid: list[str]) -> str:
-    """One of the leaves that hold parameters and are called as modules, half way through the model."""
+    """The layer in the middle of the model, among leaves that hold parameters and are called as modules."""
     owners = {name.rpartition(".")[0] for name in wrapper.all_shapes()}
     modules = dict(wrapper.named_modules())
+    # `MultiheadAttention` uses its projection's weights without calling it, so hooks there would never run
     inside = tuple(f"{name}." for name, module in modules.items() if isinstance(module, nn.MultiheadAttention))
     runs = [name for name in valid if type(modules[name]).forward is not nn.Module.forward]
     leaves = [name for name in runs if name in owners and not name.startswith(inside or ("\0",))] or runs or valid
@@ -104,7 +117,7 @@ def _is_index(value: object) -> bool:
 
 
 def parse_spec(text: str) -> InjectionSpec:
-    """A plan as ``NANGUARD_INJECT`` writes it.
+    """Parse the text of ``NANGUARD_INJECT``: ``key=value`` pairs with commas between them.
 
     Raises:
         ValueError: names the variable, what does not fit and what does.

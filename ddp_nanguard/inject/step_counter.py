@@ -1,4 +1,4 @@
-"""Steps and micro-batches as an injected fault counts them: those of a guard, or its own count."""
+"""What counts steps and micro-batches for an injected fault: the guard of the model, or hooks of the fault's own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LossHook = Callable[[Tensor, int], None]
 
 
 class StepCounter(Protocol):
-    """Tells step and micro-batch, and calls hooks where it meets a batch or a loss.
+    """Tells step and micro-batch, and calls hooks with each batch and each watched loss.
 
     Attributes:
         batch_hooks: called with each batch that the loader has produced.
@@ -37,37 +37,45 @@ class StepCounter(Protocol):
         """The step of the update that is about to begin; None where nothing is counted."""
 
     def has_loader(self) -> bool:
-        """Whether batches are met as the loader gives them, before the model takes them."""
+        """Whether ``batch_hooks`` are called with what the loader produces, before the model gets it."""
 
 
 _counters: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
 def register_counter(root: nn.Module, counter: StepCounter) -> None:
-    """From now on these steps count for an unwrapped model. The counter is held weakly."""
+    """Make ``counter`` the one that counts for an unwrapped model; it replaces another one and is held weakly."""
     _counters[root] = weakref.ref(counter)
 
 
 def unregister_counter(root: nn.Module, counter: StepCounter) -> None:
-    """They no longer count; nothing where another counter has taken over."""
+    """Take ``counter`` off an unwrapped model; nothing where another counter has taken over meanwhile."""
     if counter_of(root) is counter:
         del _counters[root]
 
 
 def counter_of(root: nn.Module) -> StepCounter | None:
-    """Whose steps count for an unwrapped model."""
+    """The counter that counts for an unwrapped model; None where there is none, or where it is gone."""
     reference = _counters.get(root)
     counter: StepCounter | None = reference() if reference is not None else None
     return counter
 
 
 class HookStepCounter:
-    """Counts by itself: forwards of the model, backwards through them, and steps of its optimizers."""
+    """Counts by hooks of its own: forwards of the model, backward passes through them, and steps of its optimizers.
+
+    A micro-batch begins with the first forward after a backward, and a step ends with the ``step`` of an optimizer.
+
+    Args:
+        model: what the training loop calls.
+        parameters: ids of its parameters, which tell its optimizers from others.
+    """
 
     def __init__(self, model: nn.Module, parameters: set[int]) -> None:
         self.batch_hooks: list[BatchHook] = []
         self.loss_hooks: list[LossHook] = []
         self._parameters = parameters
+        # -1: no forward since the last step, so a further optimizer that steps now does not count as another step
         self._step, self._micro_batch = 0, -1
         self._ran_backward = True
         post: Any = register_optimizer_step_post_hook(self._stepped)
@@ -88,12 +96,12 @@ class HookStepCounter:
         return False
 
     def remove(self) -> None:
-        """Stop counting."""
+        """Take the hooks off the model and the optimizers, so that counting stops."""
         for handle in self._handles:
             handle.remove()
 
     def watch(self, output: Any) -> None:
-        """Notice the backward through the output of the model."""
+        """Put a hook on each output tensor, by which the backward through it is noticed."""
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(self._backward)  # type: ignore[no-untyped-call]  # torch's own
@@ -108,7 +116,7 @@ class HookStepCounter:
 
 
 class _OutputHook(WeakHook):
-    """After the model: its output leads to the backward."""
+    """The hook after the model: hands its output to the counter."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         step_counter: HookStepCounter | None = self.target()
@@ -117,7 +125,7 @@ class _OutputHook(WeakHook):
 
 
 class NeverFires:
-    """A fault that is never due: nobody counts."""
+    """The counter of a fault whose guard is gone: it never reaches a step, so the fault never happens."""
 
     def __init__(self) -> None:
         self.batch_hooks: list[BatchHook] = []

@@ -1,3 +1,7 @@
-"""What is looked at in a step: module outputs and inputs, gradients, state. Every probe ends in a slot of the board."""
+"""The checks that run inside a step. Each leaves its result in a device-side slot; the host reads nothing.
+
+`forward` looks at inputs and outputs of modules, `backward` at their gradients, `gradient` at those of parameters,
+`state` at parameters, buffers and optimizer state; `slots` holds the results and `severity` judges them.
+"""
 
 __frame_role__ = "probe"  # see `hooks.frames`

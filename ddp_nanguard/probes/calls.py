@@ -1,4 +1,4 @@
-"""Calls of modules and the tensors they take and give: the host-side record that blame is later read from.
+"""Calls of modules, and the tensors that they take and return: the record on the host that blame is read from.
 
 [Note: tensor records]
 A `TensorRecord` is one version of one tensor that a probe has looked at. A module's input is probed only where it has
@@ -19,14 +19,18 @@ class ModuleCall:
 
     Attributes:
         layer: clean name of the module.
-        number: from 1 in the micro-batch; None in compiled code.
-        parent: the call it ran in, None for the root.
-        takes_tensors: whether a tensor of any kind was found among its arguments.
-        is_ordered: whether it is known which calls came before it; not so in compiled code.
-        inputs, outputs: sightings of its tensors.
+        number: of this module's calls in the micro-batch, from 1; None in compiled code.
+        micro_batch: index in the step.
+        parent: the call that it ran in; None for the root.
+        takes_tensors: whether a tensor of any dtype was found among its arguments.
+        is_ordered: whether it is known which calls came before it; False in compiled code.
+        inputs, outputs: records of its floating and complex tensors.
         children: calls made in it, in order.
+
+    Calls and records refer to each other in cycles: `break_cycles` undoes them.
     """
 
+    # one object per module call and tensor, so no dict in any of them
     __slots__ = (
         "children",
         "inputs",
@@ -53,7 +57,7 @@ class ModuleCall:
             parent.children.append(self)
 
     def ancestors(self) -> list[ModuleCall]:
-        """The calls it ran in, innermost first."""
+        """The calls that this one ran in, innermost first; empty for the root."""
         found: list[ModuleCall] = []
         call = self.parent
         while call is not None:
@@ -63,11 +67,14 @@ class ModuleCall:
 
 
 class TensorRecord:
-    """One version of one tensor.
+    """One version of one tensor that a probe has looked at, see [Note: tensor records].
 
     Attributes:
-        call: the call that gave it (``slot`` is ``output``) or first took it (``input``).
-        order: execution order of its slot, None where its kind cannot be checked.
+        ref: weak reference to the tensor, which must be free to die with its graph.
+        version: its ``_version`` when it was recorded, see `version_of`.
+        shape: its shape then.
+        call: the call that returned it (``slot`` is ``output``) or first took it (``slot`` is ``input``).
+        order: execution order of its slot; None where its kind of tensor cannot be checked.
         consumers: calls that took it as an input.
         is_watched: whether its gradient is probed.
     """
@@ -86,11 +93,12 @@ class TensorRecord:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no element to look at."""
+        """Whether the tensor has no element, and so nothing that could be non-finite."""
         return self.shape.numel() == 0
 
     def is_still(self, tensor: Tensor) -> bool:
-        """Whether the tensor is this one, unchanged."""
+        """Whether ``tensor`` is the recorded object and has not been changed in place since."""
+        # the reference decides first: records are found by `id`, which a later tensor can have again
         if self.ref() is not tensor:
             return False
         try:
@@ -100,7 +108,13 @@ class TensorRecord:
 
 
 def break_cycles(calls: list[ModuleCall]) -> None:
-    """Calls that nobody will ask about any more refer to each other no longer, so that all of them go at once."""
+    """Take the calls of a step apart, so that reference counting frees them and their records.
+
+    Left to the garbage collector, 16 steps of calls cost a large part of the time of a step of small modules.
+
+    Args:
+        calls: that no report can ask for any more.
+    """
     for call in calls:
         call.inputs.clear()
         call.outputs.clear()
@@ -108,7 +122,7 @@ def break_cycles(calls: list[ModuleCall]) -> None:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Counter of in-place changes; -1 for inference tensors, which have none."""
+    """A tensor's counter of in-place changes; -1 for inference tensors, which have none."""
     try:
         return tensor._version
     except RuntimeError:

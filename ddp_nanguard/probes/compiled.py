@@ -1,14 +1,14 @@
-"""Compiled regions: what hooks leave behind that `torch.compile` has traced into its graph.
+"""Compiled regions: the slots that hooks fill after `torch.compile` has traced them into its graph.
 
 [Note: sticky slots]
-Traced code may neither count nor ask a tensor for its version: both would be guarded and compile again in every call.
-So each module inside a compiled region has four places, fixed for the life of the guard, in which the minimum and the
-maximum of all that it took and gave, and of their gradients, pile up; a NaN sticks. Once per micro-batch, outside of
-the graph, they move to the board and are emptied. Which call of a module it was, and in which order modules ran, the
-slots do not know.
+Traced code may neither count nor ask a tensor for its version: Dynamo would guard both and compile again in every call.
+So each module inside a compiled region has four accumulators, fixed for the life of the guard: a minimum and a maximum
+over all its inputs, over all its outputs, and over the gradients of each; a NaN sticks. Once per micro-batch, outside
+of the graph, they move to the `SlotBuffer` and are emptied. The slots do not know which call of a module it was, nor in
+which order modules ran.
 
-Every place has a storage of its own over memory that all share: views of one tensor would make the compiler treat each
-of them as an alias of the others.
+Every accumulator has a storage of its own over memory that all share: views of one tensor would make the compiler treat
+each of them as an alias of the others.
 """
 
 from __future__ import annotations
@@ -25,12 +25,19 @@ from .slots import SlotBuffer
 
 What = Literal["taken", "given", "taken gradient", "given gradient"]
 ACCUMULATED: tuple[What, ...] = ("taken", "given", "taken gradient", "given gradient")
+"""The four accumulators of a module in their order in memory: inputs, outputs, and the gradients of each."""
 
 _REDUCIBLE = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 
 
 class CompiledSource(NamedTuple):
-    """Note of a slot that traced code filled: everything of one kind that a module saw in a micro-batch."""
+    """Source of a slot that traced code filled: all inputs, or all outputs, or their gradients, in a micro-batch.
+
+    Attributes:
+        layer: clean name of the module.
+        micro_batch: index in the step.
+        what: ``taken`` are its inputs, ``given`` its outputs.
+    """
 
     layer: str
     micro_batch: int
@@ -38,14 +45,17 @@ class CompiledSource(NamedTuple):
 
 
 class MinMaxAccumulators(NamedTuple):
-    """Where a traced hook writes: values and gradients; float64, shape (2,) each. None where nobody asks."""
+    """Where a traced hook writes: (minimum, maximum) of values and of gradients; float64, shape (2,) each.
+
+    ``gradients`` is None where activation gradients are not watched.
+    """
 
     values: Tensor
     gradients: Tensor | None
 
 
 class CompiledSlots:
-    """The slots of modules that run inside compiled code.
+    """The accumulators of all modules that run inside compiled code, see [Note: sticky slots].
 
     Args:
         layers: clean names of these modules.
@@ -58,23 +68,24 @@ class CompiledSlots:
     def __init__(self, layers: list[str], device: torch.device, probes_gradients: bool) -> None:
         self.layers = layers
         self._probes_gradients = probes_gradients
+        # float64 for every dtype: the hook's minimum and maximum of bfloat16 or float32 fit without rounding
         self._empty = torch.tensor([math.inf, -math.inf], dtype=torch.float64, device=device).repeat(len(layers), 4, 1)
         self._values = self._empty.clone()
         self._accumulators = [[_own_storage(accumulator) for accumulator in row] for row in self._values]
         self._index = {layer: index for index, layer in enumerate(layers)}
 
     def before(self, layer: str) -> MinMaxAccumulators:
-        """For the hook before a module."""
-        taken, _, gradient, _ = self._accumulators[self._index[layer]]
-        return MinMaxAccumulators(taken, gradient if self._probes_gradients else None)
+        """The accumulators for the hook before a module: its inputs and their gradients."""
+        inputs, _, gradient, _ = self._accumulators[self._index[layer]]
+        return MinMaxAccumulators(inputs, gradient if self._probes_gradients else None)
 
     def after(self, layer: str) -> MinMaxAccumulators:
-        """For the hook after a module."""
-        _, given, _, gradient = self._accumulators[self._index[layer]]
-        return MinMaxAccumulators(given, gradient if self._probes_gradients else None)
+        """The accumulators for the hook after a module: its outputs and their gradients."""
+        _, outputs, _, gradient = self._accumulators[self._index[layer]]
+        return MinMaxAccumulators(outputs, gradient if self._probes_gradients else None)
 
     def move_to(self, slots: SlotBuffer, micro_batch: int) -> None:
-        """The micro-batch has ended: its slots to the board, empty ones instead. Two kernels, no host read."""
+        """Copy what a micro-batch accumulated into ``slots`` and empty the accumulators. Two kernels, no host read."""
         sources = [CompiledSource(layer, micro_batch, what) for layer in self.layers for what in ACCUMULATED]
         slots.fill(self._values.view(-1, 2), sources)
         self._values.copy_(self._empty)
@@ -90,9 +101,10 @@ def _own_storage(accumulator: Tensor) -> Tensor:
 
 
 def is_compiled_alone() -> bool:
-    """For a hook that is being traced: whether as a function by itself, since the graph is broken around its module.
+    """Whether the hook that calls this is being traced by itself, because the graph is broken around its module.
 
-    With ``fullgraph=True`` only the root's own hooks are, and what is compiled may not be left alone.
+    Such a hook is to run uncompiled. With ``fullgraph=True`` that holds for the root's own hooks only, and skipping
+    them would be an error, so the answer is False.
     """
     translator = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
     return translator.f_globals["__name__"].startswith(f"{__package__}.") and not translator.one_graph
@@ -102,7 +114,7 @@ is_compiled_alone._dynamo_marked_constant = True  # type: ignore[attr-defined]  
 
 
 def is_transformed() -> bool:
-    """Whether what is being traced runs inside `torch.vmap` or `torch.func.grad`, in which places take no part."""
+    """Whether the traced code runs inside `torch.vmap` or `torch.func.grad`, whose tensors no accumulator can take."""
     return torch._C._functorch.maybe_current_level() is not None
 
 
@@ -110,9 +122,13 @@ is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def accumulate(accumulators: MinMaxAccumulators, value: Any) -> None:
-    """Traced: minimum and maximum of every floating tensor in a container, and of its gradient.
+    """Accumulate every floating tensor in a container, and hook its gradient. Runs inside traced code.
 
     Leaf tensors get no hook: it would be registered anew in every call, and stay.
+
+    Args:
+        accumulators: of the module and the side (inputs or outputs).
+        value: a tensor, or any nesting of tuples, lists, dicts and dataclasses; all else is left alone.
     """
     if isinstance(value, Tensor):
         if value.dtype in _REDUCIBLE and value.numel() > 0 and not is_transformed():
@@ -137,4 +153,4 @@ def _accumulator_hook(accumulator: Tensor) -> Callable[[Tensor], None]:
 def _accumulate(accumulator: Tensor, value: Tensor) -> None:
     low, high = torch.aminmax(value.detach())
     both = torch.stack((torch.minimum(accumulator[0], low), torch.maximum(accumulator[1], high)))
-    accumulator.data.copy_(both)  # checkpointing takes the place for an input and minds its version
+    accumulator.data.copy_(both)  # checkpointing takes the accumulator for an input and compares its version

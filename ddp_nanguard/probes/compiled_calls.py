@@ -1,9 +1,10 @@
-"""Slots that compiled code filled, as calls and sightings that blame is read from like any other.
+"""Slots that compiled code filled, turned into calls and tensor records that blame reads like any other.
 
 [Note: order in a compiled region]
-The slots say what each module took and gave, not when it ran. The order is made up so that blame comes out right
-whatever it was: what is clean first, then what is bad without a reason that the slots show, then what is bad because
-something else is.
+The slots say what each module took and returned, not when it ran. The order is made up so that blame comes out right
+whatever it was: clean slots first, then slots that are bad without a reason that other slots show, then those that are
+bad because another one is. Modules outside of compiled code keep their order among themselves and stand between the
+second and the third kind.
 """
 
 from __future__ import annotations
@@ -20,10 +21,18 @@ from .compiled import CompiledSource, What
 from .slots import SlotRole, SlotStats
 
 Rows = dict[str, dict[What, SlotStats]]
+"""By layer, its slots of one micro-batch; a layer that did not run has none."""
 
 
 def expand_compiled(slot_stats: list[SlotStats]) -> list[SlotStats]:
-    """The readings with those of compiled regions made like the others, in execution order."""
+    """Turn the slots of compiled regions into slots of calls like any other, see [Note: order in a compiled region].
+
+    Args:
+        slot_stats: the slots of one step in execution order, as `SlotBuffer` reads them.
+
+    Returns:
+        All slots with orders from 1; unchanged where no compiled module ran.
+    """
     rows: dict[int, Rows] = defaultdict(lambda: defaultdict(dict))
     others: list[SlotStats] = []
     for stats in slot_stats:
@@ -43,7 +52,7 @@ def expand_compiled(slot_stats: list[SlotStats]) -> list[SlotStats]:
 
 
 class CompiledModuleCall(ModuleCall):
-    """All calls of one module in compiled code."""
+    """All calls of one module in compiled code in one micro-batch, as if they were one: ``number`` is None."""
 
     __slots__ = ()
     is_ordered = False
@@ -53,7 +62,7 @@ class CompiledModuleCall(ModuleCall):
 
 
 class CompiledTensorRecord(TensorRecord):
-    """All that a module took or gave in compiled code; no tensor is left of it."""
+    """All inputs or all outputs of a module in compiled code, as if they were one tensor; its reference is dead."""
 
     __slots__ = ()
 
@@ -73,14 +82,15 @@ class _CompiledRegion:
 
     Args:
         micro_batch: index.
-        rows: by layer, parents first, what its slots say.
-        others: readings outside of compiled code.
+        rows: its slots by layer, parents first.
+        others: the slots outside of compiled code, whose calls can lie around those inside.
     """
 
     def __init__(self, micro_batch: int, rows: Rows, others: list[SlotStats]) -> None:
         self._rows = rows
         around = _calls_in(micro_batch, others)
-        for call in around.values():  # of an earlier reading of the same slots
+        # the same slots may be read more than once, and each reading adds children to the calls outside
+        for call in around.values():
             call.children = [child for child in call.children if not isinstance(child, CompiledModuleCall)]
         self._bad_outside = {
             id(stats.source) for stats in others if isinstance(stats.source, TensorRecord) and _kind(stats) is not None
@@ -106,9 +116,9 @@ class _CompiledRegion:
         return None
 
     def slot_stats(self) -> list[tuple[bool, SlotStats]]:
-        """Whether its badness is explained, and the reading: clean ones, then bad ones, the innermost first."""
+        """Slots of the region, clean ones first, innermost modules first, each with whether another one explains it."""
         depth = {layer: len(self._calls[layer].ancestors()) for layer in self._rows}
-        # what a module has taken is known before its children's: a bad value that it took explains theirs
+        # values are made from the outside in: a bad input of a module explains bad inputs of its children
         values = {layer: self._values(layer) for layer in sorted(self._rows, key=lambda name: depth[name])}
         layers = sorted(self._rows, key=lambda name: -depth[name])
         made = [entry for layer in layers for entry in (*values[layer], *self._gradients(layer))]
@@ -123,12 +133,13 @@ class _CompiledRegion:
         is_bad = self._is_bad(layer, "taken")
         if "taken" in row and not call.inputs:
             call.takes_tensors = True
-            cause = self._giver(call) if is_bad else None
-            taken = cause or CompiledTensorRecord(call, "input")
-            call.inputs.append(taken)
-            taken.consumers.append(call)
+            cause = self._source_of_bad_input(call) if is_bad else None
+            # a bad input is the tensor that another call returned, not one of its own, and then needs no slot
+            record = cause or CompiledTensorRecord(call, "input")
+            call.inputs.append(record)
+            record.consumers.append(call)
             if cause is None:
-                found.append((False, _stats(row["taken"], taken)))
+                found.append((False, _stats(row["taken"], record)))
         if "given" in row and isinstance(call, CompiledModuleCall):
             found.append((is_bad, _stats(row["given"], self._output(call))))
         return found
@@ -138,19 +149,22 @@ class _CompiledRegion:
             call.outputs.append(CompiledTensorRecord(call, "output"))
         return call.outputs[0]
 
-    def _giver(self, call: ModuleCall) -> TensorRecord | None:
-        """What brought a bad value in: the output of a sibling that began it, or what the code around has taken."""
+    def _source_of_bad_input(self, call: ModuleCall) -> TensorRecord | None:
+        """Where a bad input of ``call`` comes from, None where no slot tells.
+
+        That is the output of a sibling with good inputs, a bad value outside of compiled code, or the parent's input.
+        """
         parent = call.parent
         if parent is None:
             return None
         for sibling in parent.children:
-            began = self._is_bad(sibling.layer, "given") and not self._is_bad(sibling.layer, "taken")
-            if began and sibling is not call:
+            is_first = self._is_bad(sibling.layer, "given") and not self._is_bad(sibling.layer, "taken")
+            if is_first and sibling is not call:
                 return self._output(sibling)
             outside = [output for output in sibling.outputs if id(output) in self._bad_outside]
             if outside:
                 return outside[0]
-        outside = [taken for taken in parent.inputs if id(taken) in self._bad_outside]
+        outside = [record for record in parent.inputs if id(record) in self._bad_outside]
         if outside:
             return outside[0]
         is_taken = self._is_bad(parent.layer, "taken") and bool(parent.inputs)
@@ -162,25 +176,25 @@ class _CompiledRegion:
         call, row = self._calls[layer], self._rows[layer]
         found: list[tuple[bool, SlotStats]] = []
         if "given gradient" in row and isinstance(call, CompiledModuleCall):
-            is_explained = self._is_bad(layer, "given gradient") and self._comes_from_beyond(call)
+            is_explained = self._is_bad(layer, "given gradient") and self._gradient_came_in_bad(call)
             found.append((is_explained, _gradient(row["given gradient"], self._output(call))))
         if "taken gradient" in row:
-            taken = CompiledTensorRecord(call, "input")
-            taken.consumers.append(call)
-            found.append((self._is_bad(layer, "given gradient"), _gradient(row["taken gradient"], taken)))
+            record = CompiledTensorRecord(call, "input")
+            record.consumers.append(call)
+            found.append((self._is_bad(layer, "given gradient"), _gradient(row["taken gradient"], record)))
         return found
 
-    def _comes_from_beyond(self, call: ModuleCall) -> bool:
-        """Whether a bad gradient of an output was brought by a sibling that began it, or to the module around."""
+    def _gradient_came_in_bad(self, call: ModuleCall) -> bool:
+        """Whether the bad gradient of this call's output came from a sibling or from outside of the parent module."""
         parent = call.parent
         if parent is None:
             return False
-        begun = any(
+        is_from_sibling = any(
             self._is_bad(other.layer, "taken gradient") and not self._is_bad(other.layer, "given gradient")
             for other in parent.children
             if other is not call
         )
-        return begun or self._is_bad(parent.layer, "given gradient") or id(parent) in self._fed_bad_gradients
+        return is_from_sibling or self._is_bad(parent.layer, "given gradient") or id(parent) in self._fed_bad_gradients
 
     def _is_bad(self, layer: str, what: What) -> bool:
         stats = self._rows.get(layer, {}).get(what)
@@ -188,7 +202,7 @@ class _CompiledRegion:
 
 
 def _calls_in(micro_batch: int, slot_stats: list[SlotStats]) -> dict[str, ModuleCall]:
-    """Calls outside of compiled code, the first of each layer."""
+    """Calls of a micro-batch outside of compiled code by layer: the first of each, with those that it ran in."""
     found: dict[str, ModuleCall] = {}
     for stats in slot_stats:
         if isinstance(stats.source, TensorRecord) and stats.source.call.micro_batch == micro_batch:

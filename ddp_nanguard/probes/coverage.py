@@ -1,4 +1,4 @@
-"""What was not looked at in a step, in words; and whether the hooks run at all."""
+"""What the guard did not look at in a step, in words for the report, and whether the hooks on the model run at all."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _NO_CALLS = (
 def unchecked(
     config: GuardConfig, forward: ForwardProbe, budget: Budget, calls: list[ModuleCall] | None, stats: list[SlotStats]
 ) -> list[str]:
-    """What this rank did not look at, in words.
+    """Everything that this rank did not look at in a step, one phrase each; empty where all was watched.
 
     Args:
-        config: the options.
-        forward: the probe of the modules.
-        budget: what has thinned it out.
-        calls: of the step; None where it has no micro-batch.
-        stats: the slots of the step.
+        config: whose ``watch`` can leave phases out.
+        forward: whose modules can be skipped, unwatched or of a kind that no hook reaches.
+        budget: which may have taken hooks off.
+        calls: of the step; None where it has no micro-batch and no module was to run.
+        stats: the slots of the step, expanded: they tell which modules ran inside compiled code.
     """
     found = sorted(forward.unchecked)
     if forward.skipped:
@@ -54,16 +54,16 @@ def unchecked(
 
 
 def compiled_layers_that_ran(slot_stats: list[SlotStats]) -> set[str]:
-    """Layers whose hooks in compiled code have run."""
+    """Clean names of the modules whose hooks ran inside compiled code, by the slots that they filled."""
     return {stats.source.call.layer for stats in slot_stats if isinstance(stats.source, CompiledTensorRecord)}
 
 
 class HookCheck:
-    """Says once, in the log, that hooks on the model do not run, and where.
+    """Warns in the log, once per kind, that hooks on the model do not run, and on which modules.
 
     Args:
-        forward: whose hooks they are.
-        slots: what they leave.
+        forward: the probe whose hooks they are.
+        slots: where the hooks leave their results.
     """
 
     def __init__(self, forward: ForwardProbe, slots: SlotBuffer) -> None:
@@ -73,10 +73,15 @@ class HookCheck:
         self._checked_compiled = False
 
     def after_backward(self, step: int, root_is_traced: bool) -> None:
-        """A step that ran a backward has been judged: did hooks see its forward?
+        """Warn if no hook saw the forward of a step that ran a backward.
+
+        Args:
+            step: its number, for the log.
+            root_is_traced: whether the root itself runs inside compiled code, where it makes no call record.
 
         Host sync: one per page of slots in the first step of a compiled model, else none.
         """
+        # once only, since it makes the host wait for the slots
         if self._forward.compiled_slots is not None and not self._checked_compiled:
             self._checked_compiled = True
             self._check_compiled(self._forward.compiled_slots.layers)

@@ -1,7 +1,7 @@
 """Forward: a hook before and after every watched module.
 
-Before: tensors that no probe has just seen are reduced as inputs. After: outputs are reduced. Both get a tensor hook
-for backward.
+The hook before a module reduces those inputs that have no record yet (see [Note: tensor records] in `calls`); the hook
+after it reduces the outputs. Inputs and outputs get a tensor hook, which looks at their gradients in backward.
 """
 
 from __future__ import annotations
@@ -27,10 +27,26 @@ from .slots import SlotBuffer, SlotRole
 
 
 class ForwardProbe:
-    """Watches the modules of one model.
+    """Watches inputs and outputs of the modules of one model.
 
-    Hooks are on the modules only while armed: some layers choose another kernel as soon as they carry hooks, and
-    forwards without grad mode are to be left alone.
+    Hooks are on the modules only from `install_hooks` to `remove_hooks`: some layers choose another kernel as soon as
+    they carry hooks, and forwards without grad mode are to be left alone.
+
+    Args:
+        modules: clean name and module, the root ("") included.
+        slots: where the hooks leave their results.
+        backward: watches the gradients of what is recorded here.
+        skip_types: class names of modules that get no hooks.
+
+    Attributes:
+        modules: those that are watched at the finest level.
+        on_root: called when the root's forward begins in grad mode.
+        on_idle: called when a module runs without grad mode and outside of any watched call: hooks are not needed.
+        calls: the calls of the open window, in execution order.
+        unchecked: what could not be looked at so far, in words.
+        have_forward, without_forward: names of all modules, by whether their class defines ``forward``.
+        skipped: names of modules that ``skip_types`` leaves out.
+        compiled_slots: of the watched modules inside compiled code; None where there are none.
     """
 
     def __init__(
@@ -45,30 +61,42 @@ class ForwardProbe:
         self.modules = [(name, module) for name, module in modules if type(module).__name__ not in skip_types]
         self.on_root: Callable[[], None] = _nothing
         self.on_idle: Callable[[], object] = _nothing
-        self.calls: list[ModuleCall] = []
-        self._past: deque[list[ModuleCall]] = deque()
-        self._num_kept = 0
+
+        # - Coverage: what the report says about modules that no hook reaches
         self.unchecked: set[str] = set()
         self.have_forward = {name for name, m in modules if getattr(type(m), "forward", None) is not nn.Module.forward}
         self.without_forward = {name for name, _ in modules} - self.have_forward
         self.skipped = [name for name, module in modules if type(module).__name__ in skip_types]
-        self.compiled_slots: CompiledSlots | None = None
+
+        # - Hooks that come and go. Which modules carry them is narrowed by `watch_only`, on all ranks in the same step
         self._layers: Container[str] = {name for name, _ in self.modules}
         self._gradient_layers: Container[str] = self._layers
-        self._recomputation = Recomputation(backward)
+        self._handles: dict[str, tuple[RemovableHandle, RemovableHandle]] = {}
+
+        # - Hooks of modules that `torch.compile` has to do with; they stay on, see `hook_compiled`
+        self.compiled_slots: CompiledSlots | None = None
         self._in_compiled_code: set[str] = set()
         self._compiled_watched: frozenset[str] = frozenset()
-        self._permanent: list[RemovableHandle] = []
-        self._handles: dict[str, tuple[RemovableHandle, RemovableHandle]] = {}
+        self._lasting_handles: list[RemovableHandle] = []
+
+        # - The open window, and the calls of the steps whose slots are still in the ring: slots name calls and records
+        # as their sources, so these must hold together until the ring has dropped the step
+        self.calls: list[ModuleCall] = []
+        self._past_calls: deque[list[ModuleCall]] = deque()
+        self._num_kept = 0
+
+        # - The open micro-batch. Records are found by the `id` of a tensor, which another one can have later:
+        # `TensorRecord.is_still` tells them apart
         self._stack: list[ModuleCall] = []
-        self._counts: dict[str, int] = {}
-        self._seen: dict[int, TensorRecord] = {}
+        self._call_counts: dict[str, int] = {}
+        self._records: dict[int, TensorRecord] = {}
         self._micro_batch = 0
+        self._recomputation = Recomputation(backward)
 
     # -- hooks on and off ------------------------------------------------------------------------------------------
 
     def install_hooks(self) -> None:
-        """Put the hooks on; nothing where they are already."""
+        """Put the hooks on the watched modules; those that carry theirs already are left alone."""
         for name, module in self.modules:
             if isinstance(module, torch.jit.ScriptModule):
                 self.unchecked.add(name)
@@ -80,7 +108,7 @@ class ForwardProbe:
                 )
 
     def remove_hooks(self) -> None:
-        """Take the hooks off, except those that compiled code has taken up."""
+        """Take the hooks off, except those of modules in compiled code."""
         for name in list(self._handles):
             self._unhook_module(name)
 
@@ -95,21 +123,21 @@ class ForwardProbe:
         watched: Container[str],
         device: torch.device,
     ) -> None:
-        """Modules that `torch.compile` has to do with; called again where more of them have been compiled meanwhile.
+        """Put lasting hooks on the modules that `torch.compile` has to do with.
 
-        Their hooks stay on, since compiled code goes by the identity of hooks and would be compiled anew; what is
-        traced without grad mode does nothing.
+        They stay on until `close`, since Dynamo guards the identity of hooks and would compile anew without them; what
+        is traced without grad mode does nothing. Called again where more modules have been compiled meanwhile.
 
         Args:
-            compiled_modules: modules inside compiled code; see `probes.compiled`.
-            compiled_calls: modules whose own call is compiled: their hooks run outside, and are not compiled by
-                themselves.
-            watched: which of those inside carry hooks.
+            compiled_modules: clean names of modules that run inside compiled code; see `probes.compiled`.
+            compiled_calls: names of modules whose own call is compiled (``module.compile()``). Their hooks run outside
+                of the graph, as Python.
+            watched: which of the modules inside carry hooks.
             device: of the model.
         """
-        for handle in self._permanent:
+        for handle in self._lasting_handles:
             handle.remove()
-        self._permanent, self._in_compiled_code = [], set(compiled_modules | compiled_calls)
+        self._lasting_handles, self._in_compiled_code = [], set(compiled_modules | compiled_calls)
         layers = [name for name, _ in self.modules if name in compiled_modules and name in watched]
         self.compiled_slots = CompiledSlots(layers, device, not self.backward.is_closed) if layers else None
         self._compiled_watched = compiled_calls | set(layers)
@@ -118,88 +146,104 @@ class ForwardProbe:
                 self._unhook_module(name)
             if name in self._compiled_watched and not isinstance(module, torch.jit.ScriptModule):
                 before, after = self._lasting_hooks(name, name in compiled_calls)
-                self._permanent.append(module.register_forward_pre_hook(before, with_kwargs=True))
-                self._permanent.append(module.register_forward_hook(after))  # always_call would break the graph
+                self._lasting_handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                self._lasting_handles.append(module.register_forward_hook(after))  # always_call would break the graph
 
-    def _lasting_hooks(self, name: str, is_edge: bool) -> tuple[_BeforeHook, _AfterHook]:
-        if is_edge:
-            return _EdgeBeforeHook(self, name), _EdgeAfterHook(self, name)
+    def _lasting_hooks(self, name: str, is_compiled_call: bool) -> tuple[_BeforeHook, _AfterHook]:
+        if is_compiled_call:
+            return _CompiledCallBeforeHook(self, name), _CompiledCallAfterHook(self, name)
         assert self.compiled_slots is not None
         before, after = self.compiled_slots.before(name), self.compiled_slots.after(name)
         return _TracedBeforeHook(self, name, before), _TracedAfterHook(self, name, after)
 
     def close(self) -> None:
-        """Every hook off."""
+        """Take every hook off, those in compiled code included; the model is as it was."""
         self.remove_hooks()
-        for handle in self._permanent:
+        for handle in self._lasting_handles:
             handle.remove()
-        self._permanent = []
+        self._lasting_handles = []
 
     def flush_compiled(self) -> None:
-        """What compiled code has left belongs to the micro-batch that has just run."""
+        """Move what compiled code has accumulated into the slots of the micro-batch that has just run."""
         if self.compiled_slots is not None:
             self.compiled_slots.move_to(self.slots, self._micro_batch)
 
     def probe_root_output(self, output: Any) -> None:
-        """What the whole model gave, where its root runs inside compiled code."""
+        """Reduce the output of the whole model where its root runs inside compiled code and makes no call itself."""
         call = ModuleCall("", 1, self._micro_batch, None)
         for tensor in _tensors(output):
             self._record_output(call, tensor, SlotRole.OUTPUT)
 
     def watch_only(self, layers: Container[str], gradient_layers: Container[str]) -> None:
-        """Fewer modules, and hooks on tensors of fewer still. What compiled code has taken up stays."""
+        """Watch fewer modules from now on. Hooks of modules in compiled code stay.
+
+        Args:
+            layers: names of the modules that keep their hooks.
+            gradient_layers: those of them whose tensors still get hooks for backward.
+        """
         self._layers, self._gradient_layers = layers, gradient_layers
         for name in [name for name in self._handles if name not in layers]:
             self._unhook_module(name)
 
     def unwatched(self) -> list[str]:
-        """Modules that carry no hooks because `watch_only` or `trace` said so."""
+        """Names of modules that carry no hooks because `watch_only` or `hook_compiled` left them out."""
         out = [name for name, _ in self.modules if name not in self._layers and name not in self._in_compiled_code]
         return [name for name in out if name in self.have_forward] + self.unwatched_in_compiled_code()
 
     def compiled_layers(self) -> dict[str, list[str]]:
-        """Modules that compiled code has to do with, and those of them that carry hooks; for a dump."""
+        """Names of modules that compiled code has to do with (``traced``), and those that carry hooks (``watched``).
+
+        A dump holds this, so that a replay without compilation watches the same modules, see `Budget.start_at`.
+        """
         return {"traced": sorted(self._in_compiled_code), "watched": sorted(self._compiled_watched)}
 
     def unwatched_in_compiled_code(self) -> list[str]:
-        """Those of them that run in there."""
+        """Those of `unwatched` that run inside compiled code."""
         out = [
             name for name, _ in self.modules if name in self._in_compiled_code and name not in self._compiled_watched
         ]
         return [name for name in out if name in self.have_forward]
 
     def begin_micro_batch(self, index: int) -> None:
-        """Calls count from 1 again. Tensors of earlier micro-batches are no longer taken for seen."""
+        """Begin micro-batch ``index``: calls count from 1 again, and tensors of earlier ones have no record."""
         self._micro_batch = index
-        self._counts = {}
-        self._seen = {}
+        self._call_counts = {}
+        self._records = {}
         self._stack = []
         self._recomputation.reset()
 
     def begin_root(self) -> None:
-        """A forward that raised may have left calls on the stack."""
+        """Empty the stack of calls before the root runs: a forward that raised may have left some on it."""
         self._stack = []
 
     def release_window(self) -> None:
-        """Drop the record of the window; as long as its slots are in the ring it still hangs together."""
-        if self._num_kept != self.slots.num_kept:  # by this window, or by that before it where verdicts are deferred
+        """Begin a new window. The calls of the old one stay linked as long as its slots are in the ring."""
+        # the count has grown for this window, or for the one before it where verdicts are deferred
+        if self._num_kept != self.slots.num_kept:
             self._num_kept = self.slots.num_kept
-            self._past.append(self.calls)
-            if len(self._past) > self.slots.history + 1:
-                break_cycles(self._past.popleft())
+            self._past_calls.append(self.calls)
+            if len(self._past_calls) > self.slots.history + 1:
+                break_cycles(self._past_calls.popleft())
         self.calls = []
         self._recomputation.release_window()
         self.begin_micro_batch(0)
 
     def unseen_modules(self, ran: set[str]) -> list[str]:
-        """Watched modules that are not among those that ``ran``: not called, scripted, or compiled without hooks."""
+        """Names of watched modules that are not in ``ran``: not called, scripted, or compiled without hooks."""
         ran = ran | set(self.unwatched())
         return [name for name, _ in self.modules if name not in ran and name in self.have_forward]
 
     # -- what the hooks do ---------------------------------------------------------------------------------------------
 
     def before(self, layer: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
-        """A module is about to run."""
+        """Record a call and its inputs. Called by the hook before a module.
+
+        Args:
+            layer: clean name of the module.
+            args: its positional arguments.
+            kwargs: its keyword arguments; None where the hook got none.
+        """
+        # a forward inside backward is activation checkpointing: it is no call of its own
         if in_backward():
             self._recomputation.before(layer, _tensors((args, kwargs)))
             return
@@ -211,7 +255,7 @@ class ForwardProbe:
             if layer == "":
                 self.on_root()
                 stack = self._stack
-        number = self._counts[layer] = self._counts.get(layer, 0) + 1
+        number = self._call_counts[layer] = self._call_counts.get(layer, 0) + 1
         call = ModuleCall(layer, number, self._micro_batch, stack[-1] if stack else None)
         self.calls.append(call)
         stack.append(call)
@@ -223,7 +267,12 @@ class ForwardProbe:
                 self._record_input(call, tensor)
 
     def after(self, layer: str, output: Any) -> None:
-        """A module has run."""
+        """Record the outputs of a call, and the inputs that it changed. Called by the hook after a module.
+
+        Args:
+            layer: clean name of the module.
+            output: what it returned, in any container; None where it raised.
+        """
         if in_backward():
             self._recomputation.after(layer, _tensors(output))
             return
@@ -237,6 +286,7 @@ class ForwardProbe:
         self._record_changed_inputs(call)
 
     def _pop(self, layer: str) -> ModuleCall | None:
+        # calls above it on the stack raised, or lost their hooks in the middle, and get no outputs
         while self._stack:
             call = self._stack.pop()
             if call.layer == layer:
@@ -244,40 +294,45 @@ class ForwardProbe:
         return None
 
     def _record_input(self, call: ModuleCall, tensor: Tensor) -> None:
-        seen = self._seen.get(id(tensor))
-        if seen is None or not seen.is_still(tensor):
-            seen = self._record(call, tensor, "input", SlotRole.EVIDENCE)
-        if not seen.is_watched:
-            self._watch_gradient(seen, tensor, call)
-        seen.consumers.append(call)
-        call.inputs.append(seen)
+        record = self._records.get(id(tensor))
+        if record is None or not record.is_still(tensor):
+            record = self._record(call, tensor, "input", SlotRole.EVIDENCE)
+        if not record.is_watched:
+            self._watch_gradient(record, tensor, call)
+        record.consumers.append(call)
+        call.inputs.append(record)
 
     def _record_output(self, call: ModuleCall, tensor: Tensor, role: SlotRole) -> None:
-        seen = self._seen.get(id(tensor))
-        if seen is None or not seen.is_still(tensor):
-            seen = self._record(call, tensor, "output", role)
+        record = self._records.get(id(tensor))
+        if record is None or not record.is_still(tensor):
+            record = self._record(call, tensor, "output", role)
         elif role is SlotRole.OUTPUT:
-            self.slots.reduce(role, tensor, seen)  # a child's output: the verdict reads those of the root apart
-        if not seen.is_watched:
-            self._watch_gradient(seen, tensor, call)
-        call.outputs.append(seen)
+            # a child returned it before; the verdict needs the root's outputs in slots of their own role
+            self.slots.reduce(role, tensor, record)
+        if not record.is_watched:
+            self._watch_gradient(record, tensor, call)
+        call.outputs.append(record)
 
     def _record_changed_inputs(self, call: ModuleCall) -> None:
-        """A module may change its input in place and give back something else."""
-        for taken in call.inputs:
-            tensor = taken.ref()
-            if tensor is not None and not taken.is_still(tensor) and self._seen.get(id(tensor)) is taken:
+        """Record as outputs the inputs that a module changed in place and did not return."""
+        for record in call.inputs:
+            tensor = record.ref()
+            if tensor is not None and not record.is_still(tensor) and self._records.get(id(tensor)) is record:
                 self._record_output(call, tensor, SlotRole.EVIDENCE)
 
     def _record(self, call: ModuleCall, tensor: Tensor, slot: str, role: SlotRole) -> TensorRecord:
-        record = self._seen[id(tensor)] = TensorRecord(tensor, call, slot)
+        record = self._records[id(tensor)] = TensorRecord(tensor, call, slot)
         record.order = self.slots.reduce(role, tensor, record)
         if record.order is None:
             self.unchecked.add(f"{slot} of {call.layer or '(root)'}: {tensor.dtype} {type(tensor).__name__}")
         return record
 
     def _watch_gradient(self, record: TensorRecord, tensor: Tensor, call: ModuleCall) -> None:
-        """Until it is watched: what reentrant checkpointing returns is what its block gave, with a later graph."""
+        """Put a tensor hook on it, if it has a graph and its module's gradients are watched.
+
+        To be tried until it is watched: reentrant checkpointing returns the tensors that its block returned, and they
+        get their graph only then.
+        """
         if tensor.grad_fn is not None and call.layer in self._gradient_layers:
             record.is_watched = True
             self.backward.watch(tensor, record)
@@ -335,25 +390,28 @@ class _AfterHook(_ModuleHook):
             meter.run(probe.after, self.layer, output)
 
 
-class _EdgeBeforeHook(_BeforeHook):
-    """Of a module whose own call is compiled: it runs outside, and is not to be compiled by itself."""
+class _CompiledCallBeforeHook(_BeforeHook):
+    """The hook before a module whose own call is compiled: runs as Python, since Dynamo would compile it by itself."""
 
     __slots__ = ()
     __call__ = _disable_dynamo(_BeforeHook.__call__)
 
 
-class _EdgeAfterHook(_AfterHook):
-    """See `_EdgeBeforeHook`."""
+class _CompiledCallAfterHook(_AfterHook):
+    """See `_CompiledCallBeforeHook`."""
 
     __slots__ = ()
     __call__ = _disable_dynamo(_AfterHook.__call__)
 
 
-class _TracedBeforeHook(_EdgeBeforeHook):
-    """Of a module inside compiled code; where the graph is broken around it, it runs outside like `_EdgeBeforeHook`."""
+class _TracedBeforeHook(_CompiledCallBeforeHook):
+    """The hook before a module inside compiled code: traced, it accumulates the inputs, see `probes.compiled`.
+
+    Where the graph is broken around the module, it runs outside of the graph, like `_CompiledCallBeforeHook`.
+    """
 
     __slots__ = ("accumulators",)
-    run_outside = _EdgeBeforeHook.__call__
+    run_outside = _CompiledCallBeforeHook.__call__
 
     def __init__(self, probe: ForwardProbe, layer: str, accumulators: MinMaxAccumulators) -> None:
         super().__init__(probe, layer)
@@ -369,11 +427,11 @@ class _TracedBeforeHook(_EdgeBeforeHook):
             accumulate(self.accumulators, kwargs)
 
 
-class _TracedAfterHook(_EdgeAfterHook):
+class _TracedAfterHook(_CompiledCallAfterHook):
     """See `_TracedBeforeHook`."""
 
     __slots__ = ("accumulators",)
-    run_outside = _EdgeAfterHook.__call__
+    run_outside = _CompiledCallAfterHook.__call__
 
     def __init__(self, probe: ForwardProbe, layer: str, accumulators: MinMaxAccumulators) -> None:
         super().__init__(probe, layer)

@@ -1,11 +1,12 @@
 """Activation checkpointing: forwards that run again inside backward.
 
 [Note: recomputation]
-They are no forward: nothing is reduced and no call is counted. Non-reentrant checkpointing keeps the graph of the
-original forward, whose tensors have their hooks. Reentrant checkpointing ran the original without a graph and builds
-one only now: its tensors are hooked here, and what they are put down to are the original calls.
+A forward that runs again is no forward of its own: nothing is reduced and no call is counted. Non-reentrant
+checkpointing keeps the graph of the original forward, whose tensors have their hooks. Reentrant checkpointing ran the
+original without a graph and builds one only now: its tensors get their hooks here, and their records name the original
+calls.
 
-Which calls those are is told by autograd's numbers: the node of a reentrant checkpoint is numbered just before its
+Autograd's sequence numbers tell which calls those are: the node of a reentrant checkpoint is numbered just before its
 block first runs, without grad mode, and from that call on the block's calls come again in the same order. A block
 within a block first ran in the recomputation of the outer one, and its backward is a pass inside the outer one.
 """
@@ -27,16 +28,19 @@ from .backward import BackwardProbe
 from .calls import ModuleCall, TensorRecord
 
 Gradless = list[tuple[int, ModuleCall]]
-"""Calls without grad mode, in order, each with the number that autograd would have given a node then."""
+"""Calls without grad mode, in order, each with the sequence number that autograd would have given a node then."""
 
 
-class _Run:
-    """The forwards that run again for one node of one backward pass.
+class _RecomputedBlock:
+    """The checkpointed block that runs again for one node of one backward pass.
 
     Args:
-        backward_pass: autograd's number of the pass.
-        node: that runs; only one of a custom function can be a reentrant checkpoint.
-        first: what ran without grad mode where the node was made.
+        backward_pass: autograd's id of the pass.
+        node: that is running; only a node of a custom function can be a reentrant checkpoint.
+        first: the calls without grad mode among which the block first ran.
+
+    Attributes:
+        gradless: calls without grad mode inside this recomputation, for the blocks within this one.
     """
 
     def __init__(self, backward_pass: int, node: torch.autograd.graph.Node | None, first: Gradless) -> None:
@@ -51,7 +55,10 @@ class _Run:
             self._start = bisect_right(first, node._sequence_nr(), key=itemgetter(0))
 
     def begin(self, layer: str) -> ModuleCall | None:
-        """The call that is repeated: the k-th one of a layer is the k-th original one in the same call."""
+        """Enter a module; returns the original call, None where it is not known.
+
+        The k-th call of a layer inside a call is the k-th original call of that layer there.
+        """
         call = self._original(layer)
         self._stack.append((layer, call))
         if call is not None and not torch.is_grad_enabled():
@@ -59,7 +66,10 @@ class _Run:
         return call
 
     def end(self, layer: str) -> ModuleCall | None:
-        """A call that ended early (non-reentrant checkpointing stops when it has enough) may never get here."""
+        """Leave a module; returns the original call, None where it is not known.
+
+        Calls above it on the stack ended without their hook: non-reentrant checkpointing stops when it has enough.
+        """
         while self._stack:
             name, call = self._stack.pop()
             if name == layer:
@@ -70,13 +80,13 @@ class _Run:
         around = self._stack[-1][1] if self._stack else None
         if self._stack and around is None:
             return None
-        originals = (c for c in (self._block() if around is None else around.children) if c.layer == layer)
+        originals = (c for c in (self._block_calls() if around is None else around.children) if c.layer == layer)
         key = (id(around), layer)
         self._counts[key] += 1
         return next((c for number, c in enumerate(originals, 1) if number == self._counts[key]), None)
 
-    def _block(self) -> Iterator[ModuleCall]:
-        """The calls from the block's first one on that ran where it did."""
+    def _block_calls(self) -> Iterator[ModuleCall]:
+        """The original calls of the block itself, without those inside them, from its first one on."""
         if self._start < len(self._first) and torch.is_grad_enabled():
             around = self._first[self._start][1].parent
             for index in range(self._start, len(self._first)):
@@ -86,77 +96,88 @@ class _Run:
 
 
 class Recomputation:
-    """Follows the forwards inside one backward pass."""
+    """Follows the forwards that activation checkpointing runs again inside backward, see [Note: recomputation].
+
+    Args:
+        backward: watches the gradients of the tensors that only now get a graph.
+    """
 
     def __init__(self, backward: BackwardProbe) -> None:
         self._backward = backward
         self._gradless: Gradless = []
-        self._runs: list[_Run] = []
-        self._seen: dict[int, TensorRecord] = {}
+        # innermost last: a block within a block runs again inside the recomputation of the outer one
+        self._running: list[_RecomputedBlock] = []
+        self._records: dict[int, TensorRecord] = {}
 
     def release_window(self) -> None:
         """Drop the calls of the original forwards."""
         self._gradless = []
 
     def reset(self) -> None:
-        """A new micro-batch."""
-        self._runs = []
-        self._seen = {}
+        """Begin a micro-batch: no block is running again, and no tensor has a record."""
+        self._running = []
+        self._records = {}
 
     def note(self, call: ModuleCall) -> None:
-        """A call of the original forward begins without grad mode, as the blocks of reentrant checkpoints do."""
+        """Remember a call of the original forward without grad mode: a reentrant checkpoint's block may hold it."""
         self._gradless.append((_next_number(), call))
 
     def before(self, layer: str, inputs: list[Tensor]) -> None:
-        """A module is about to run again.
+        """Record the inputs of a module that is about to run again.
 
         Args:
-            layer: its name.
-            inputs: floating tensors that it takes.
+            layer: clean name of the module.
+            inputs: its floating and complex tensors.
         """
-        call = self._run().begin(layer)
+        call = self._current_block().begin(layer)
         if call is not None:
             for tensor in inputs:
                 self._record_input(call, tensor)
 
     def after(self, layer: str, outputs: list[Tensor]) -> None:
-        """It has run."""
-        call = self._run().end(layer)
+        """Record the outputs of a module that has run again.
+
+        Args:
+            layer: clean name of the module.
+            outputs: its floating and complex tensors.
+        """
+        call = self._current_block().end(layer)
         if call is not None:
             self._record_output(call, outputs)
 
-    def _run(self) -> _Run:
-        """The one that goes on, or a new one within what is left of those before it."""
+    def _current_block(self) -> _RecomputedBlock:
+        """The block of the node that autograd is running: the innermost one so far, or a new one within that."""
         backward_pass, node = torch._C._current_graph_task_id(), torch._C._current_autograd_node()
-        if self._runs and self._runs[-1].backward_pass == backward_pass and self._runs[-1].node is node:
-            return self._runs[-1]
+        if self._running and self._running[-1].backward_pass == backward_pass and self._running[-1].node is node:
+            return self._running[-1]
         self._end(backward_pass)
-        first = self._runs[-1].gradless if self._runs else self._gradless
-        self._runs.append(_Run(backward_pass, node, first))
+        # a block within a block first ran in the recomputation of the outer one, so its calls are found there
+        first = self._running[-1].gradless if self._running else self._gradless
+        self._running.append(_RecomputedBlock(backward_pass, node, first))
         Variable._execution_engine.queue_callback(partial(self._end, backward_pass))
-        return self._runs[-1]
+        return self._running[-1]
 
     def _end(self, backward_pass: int) -> None:
-        """Of a pass, or of all that it has run so far."""
-        while self._runs and self._runs[-1].backward_pass >= backward_pass:
-            self._runs.pop()
+        """Forget the blocks of a backward pass and of the passes inside it, whose ids are larger."""
+        while self._running and self._running[-1].backward_pass >= backward_pass:
+            self._running.pop()
 
     def _record_input(self, call: ModuleCall, tensor: Tensor) -> None:
-        seen = self._sighting(call, tensor, "input")
-        seen.consumers.append(call)
-        call.inputs.append(seen)
+        record = self._record(call, tensor, "input")
+        record.consumers.append(call)
+        call.inputs.append(record)
 
     def _record_output(self, call: ModuleCall, outputs: list[Tensor]) -> None:
-        call.outputs += [self._sighting(call, tensor, "output") for tensor in outputs]
+        call.outputs += [self._record(call, tensor, "output") for tensor in outputs]
 
-    def _sighting(self, call: ModuleCall, tensor: Tensor, slot: str) -> TensorRecord:
-        seen = self._seen.get(id(tensor))
-        if seen is None or not seen.is_still(tensor):
-            seen = self._seen[id(tensor)] = TensorRecord(tensor, call, slot)
-        if not seen.is_watched and tensor.grad_fn is not None:  # a block's output gets its graph after the block
-            seen.is_watched = True
-            self._backward.watch(tensor, seen)
-        return seen
+    def _record(self, call: ModuleCall, tensor: Tensor, slot: str) -> TensorRecord:
+        record = self._records.get(id(tensor))
+        if record is None or not record.is_still(tensor):
+            record = self._records[id(tensor)] = TensorRecord(tensor, call, slot)
+        if not record.is_watched and tensor.grad_fn is not None:  # a block's output gets its graph after the block
+            record.is_watched = True
+            self._backward.watch(tensor, record)
+        return record
 
 
 def _next_number() -> int:

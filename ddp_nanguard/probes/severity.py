@@ -1,4 +1,4 @@
-"""How bad a step is on this rank: the slots of a board as one integer, on the device, without a host read."""
+"""How bad a step is on this rank: all slots reduced to one integer, on the device, without a host read."""
 
 from __future__ import annotations
 
@@ -12,28 +12,34 @@ from torch import Tensor
 from .slots import ONE_SIDED, SlotBuffer, SlotPage, SlotRole
 
 NORM_OVERFLOWS_AT = 1.8e19
-"""The square of an element beyond this is infinite in float32."""
-_SCALES_KEPT = 32
+"""The square of a larger element is infinite in float32, and so is every norm that contains it."""
+_MAX_CACHED_LIMITS = 32
 
 
 class Severity(enum.IntEnum):
-    """What a rank says about the step; the largest over ranks is the verdict."""
+    """What a rank says about the step. The verdict is the largest over all ranks, so the order of the values counts."""
 
     CLEAN = 0
     WARN = 1
-    """Worth a warning: see `SeverityReducer`."""
+    """Worth a warning in the log, see `SeverityReducer`; the update goes ahead."""
     OVERFLOW = 2
-    """Non-finite scaled gradients, which the scaler is going to skip."""
+    """Non-finite scaled gradients: the scaler is going to skip the update."""
     LOSS = 3
-    """A non-finite loss, nothing else."""
+    """A non-finite loss whose gradients are all finite; the option ``on_loss`` decides."""
     FAULT = 4
 
 
 class SeverityReducer:
-    """Turns the slots of a board into this rank's severity, on the device, without a host read.
+    """Reduces the slots of the open window to this rank's severity, on the device, without a host read.
 
-    Remarks: a gradient norm beyond ``grad_norm_warn``; gradients whose norm overflows float32, which clipping would
-    turn into zeros; a bad buffer that DDP has overwritten.
+    Three things are a warning: a gradient norm beyond ``grad_norm_warn``; gradients whose norm overflows float32, which
+    clipping would turn into zeros; a bad buffer that DDP has overwritten.
+
+    Args:
+        slots: of the rank.
+        device: on which the severity is wanted, that of the verdict's collective.
+        has_scaler: whether a GradScaler skips non-finite gradients by itself.
+        norm_limit: the option ``grad_norm_warn``; None warns of no norm.
     """
 
     def __init__(self, slots: SlotBuffer, device: torch.device, has_scaler: bool, norm_limit: float | None) -> None:
@@ -41,52 +47,53 @@ class SeverityReducer:
         self._slots = slots
         self._device = device
         self._has_scaler = has_scaler
-        self._scales: dict[SlotPage, _Limits] = {}
-        self._known: dict[tuple[SlotPage, tuple[SlotRole, ...]], _Limits] = {}
+        # The limits of a page are a host-to-device copy, so they are made only when its layout changes. The second dict
+        # keeps those of earlier layouts: loops that alternate between two kinds of steps need both again and again
+        self._limits: dict[SlotPage, _Limits] = {}
+        self._cached_limits: dict[tuple[SlotPage, tuple[SlotRole, ...]], _Limits] = {}
 
     def severity(self, as_found_inf: Severity) -> Tensor:
-        """int64, shape ().
+        """This rank's severity: int64, shape (), on the device. About four kernels per page, no host read.
 
         Args:
-            as_found_inf: what the host knows already, such as a NaN learning rate.
+            as_found_inf: the least that it shall be, from what the host knows already, such as a NaN learning rate.
         """
-        judged = [found for page in self._slots.pages() if (found := self._scale(page).reduce(page)) is not None]
-        if not judged:
+        reduced = [found for page in self._slots.pages() if (found := self._limits_of(page).reduce(page)) is not None]
+        if not reduced:
             return torch.full((), int(as_found_inf), dtype=torch.int64, device=self._device)
-        severity = _largest([severity.to(self._device) for severity, _ in judged])
+        severity = _largest([severity.to(self._device) for severity, _ in reduced])
         if self._has_scaler:
-            severity = torch.maximum(severity, self._bad_forward([bad for _, bad in judged]))
+            severity = torch.maximum(severity, self._bad_forward([bad for _, bad in reduced]))
         return severity.clamp_min(int(as_found_inf)) if as_found_inf else severity
 
     def _bad_forward(self, bad: list[dict[SlotRole, Tensor]]) -> Tensor:
-        """A fault if a gradient is bad and so is the root's output: no scale can heal that. int64, shape ()."""
+        """FAULT if a gradient and the root's output are both bad, which no scale can heal; else 0. int64, shape ()."""
         flags: dict[SlotRole, Tensor] = {}
         for role in (SlotRole.OUTPUT, SlotRole.GRADIENT):
             found = [page[role].to(self._device, torch.int64) for page in bad if role in page]
             flags[role] = _largest(found) if found else torch.zeros((), dtype=torch.int64, device=self._device)
         return flags[SlotRole.OUTPUT] * flags[SlotRole.GRADIENT] * int(Severity.FAULT)
 
-    def _scale(self, page: SlotPage) -> _Limits:
-        scale = self._scales.get(page)
-        if scale is None or scale.layout != page.layout or scale.used < len(page.sources):
-            scale = self._scales[page] = self._known_scale(page)
-        return scale
+    def _limits_of(self, page: SlotPage) -> _Limits:
+        limits = self._limits.get(page)
+        if limits is None or limits.layout != page.layout or limits.used < len(page.sources):
+            limits = self._limits[page] = self._cached(page)
+        return limits
 
-    def _known_scale(self, page: SlotPage) -> _Limits:
-        """Loops that alternate between two kinds of steps need two."""
+    def _cached(self, page: SlotPage) -> _Limits:
+        """The limits for the page's roles, made where they are not in the cache yet."""
         key = (page, tuple(page.roles()))
-        if key not in self._known:
-            if len(self._known) >= _SCALES_KEPT:
-                self._known.clear()
-            self._known[key] = self._made_scale(page)
-        return replace(self._known[key], layout=page.layout)
+        if key not in self._cached_limits:
+            if len(self._cached_limits) >= _MAX_CACHED_LIMITS:
+                self._cached_limits.clear()
+            self._cached_limits[key] = self._make_limits(page)
+        return replace(self._cached_limits[key], layout=page.layout)
 
-    def _made_scale(self, page: SlotPage) -> _Limits:
+    def _make_limits(self, page: SlotPage) -> _Limits:
         roles, device = page.roles(), page.values.device
-        warn_role = (
-            SlotRole.GRADIENT if page.values.dtype is not torch.float64 else None
-        )  # a norm in float64 is no worry
-        limits = [[self._limits(role) for role in roles], [(NORM_OVERFLOWS_AT, NORM_OVERFLOWS_AT)] * len(roles)]
+        # the squares of a norm overflow float64 only beyond 1e154, which is not worth a warning
+        warn_role = SlotRole.GRADIENT if page.values.dtype is not torch.float64 else None
+        limits = [[self._range(role) for role in roles], [(NORM_OVERFLOWS_AT, NORM_OVERFLOWS_AT)] * len(roles)]
         levels = [
             [int(self._level(role)) for role in roles],
             [int(Severity.WARN if role is warn_role else Severity.CLEAN) for role in roles],
@@ -109,8 +116,8 @@ class SeverityReducer:
     def _unread(self) -> set[SlotRole]:
         return {SlotRole.EVIDENCE} if self._has_scaler else {SlotRole.EVIDENCE, SlotRole.OUTPUT}
 
-    def _limits(self, role: SlotRole) -> tuple[float, float]:
-        """The largest -minimum and the largest maximum that are not bad."""
+    def _range(self, role: SlotRole) -> tuple[float, float]:
+        """The largest negated minimum and the largest maximum that a slot of this role may have."""
         if role is SlotRole.NORM:
             return math.inf, math.inf if self._norm_limit is None else self._norm_limit
         largest = torch.finfo(torch.float64).max
@@ -132,16 +139,16 @@ class SeverityReducer:
 
 @dataclass(frozen=True)
 class _Limits:
-    """What the slots of a page are held against; made anew only when the page's layout changes.
+    """What the slots of one page are compared with, on the page's device.
 
     Attributes:
-        layout: of the page.
-        used: number of slots.
-        is_silent: whether no slot says anything to the verdict.
-        limits: float64, shape (2, used, 2): as bad, and as a remark.
-        levels: int64, shape (2, used, 1): severity beyond the limit.
-        signs: of minimum and maximum, so that both are held against an upper limit.
-        masks: bool, shape (used, 1), by region that is told apart.
+        layout: of the page when these were made; another one makes them stale.
+        used: number of slots that they cover; a step that fills fewer uses the first of them.
+        is_silent: whether no role on the page can change the verdict.
+        limits: float64, shape (2, used, 2): beyond the first a slot is bad, beyond the second worth a warning.
+        levels: int64, shape (2, used, 1): the severity of a slot beyond that limit.
+        signs: shape (2,), -1 for minimum and 1 for maximum, so that both are compared with an upper limit.
+        masks: by role that the verdict needs apart, the slots that have it; bool, shape (used, 1).
     """
 
     layout: int
@@ -153,11 +160,14 @@ class _Limits:
     masks: dict[SlotRole, Tensor]
 
     def reduce(self, page: SlotPage) -> tuple[Tensor, dict[SlotRole, Tensor]] | None:
-        """Severity of a page, int64, shape (), and whether slots of a region are bad; None where it says nothing."""
+        """The severity of a page, int64, shape (), and by role whether a slot is bad, bool, shape ().
+
+        None where no role on the page can change the verdict. No host read.
+        """
         if self.is_silent:
             return None
         used = len(page.sources)
-        within = page.values[:used] * self.signs <= self.limits[:, :used]  # a NaN is not
+        within = page.values[:used] * self.signs <= self.limits[:, :used]  # False for a NaN
         severity = torch.where(within, 0, self.levels[:, :used]).amax()
         bad = {role: (within[0].logical_not() & mask[:used]).any() for role, mask in self.masks.items()}
         return severity, bad

@@ -1,4 +1,4 @@
-"""Slots by their key, for the dump and for comparing a replay with it."""
+"""Keys of slots, under which a dump records them and a replay finds the slot to compare with."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from .sources import LossSource
 
 
 def keyed_slots(slot_stats: list[SlotStats]) -> list[tuple[SlotKey, tuple[float, float]]]:
-    """Key and (minimum, maximum) of every slot that has a key, in execution order."""
+    """Key and (minimum, maximum) of every slot that has a key, in the order of ``slot_stats``."""
     counts: Counter[SlotKey] = Counter()
     found: list[tuple[SlotKey, tuple[float, float]]] = []
     for stats in slot_stats:
         key = _key(stats)
+        # equal keys are numbered in execution order, which is the same in the replay
         if key is not None:
             counts[key] += 1
             found.append((replace(key, occurrence=counts[key]), (stats.minimum, stats.maximum)))
@@ -28,6 +29,7 @@ def keyed_slots(slot_stats: list[SlotStats]) -> list[tuple[SlotKey, tuple[float,
 
 
 def _key(stats: SlotStats) -> SlotKey | None:
+    """The key of a slot without its occurrence; None for state and norms, which no replay compares."""
     source = stats.source
     if isinstance(source, TensorRecord):
         call = source.call

@@ -1,8 +1,8 @@
 """Slots of the current step and the ring of the last steps, on the device.
 
-A probe reduces one tensor into the next free slot, a (minimum, maximum) pair, and leaves a note beside it on the host
+A probe reduces one tensor into the next free slot, a (minimum, maximum) pair, and leaves a source beside it on the host
 that says what was looked at. Slots lie in pages, one per device and dtype, because ``aminmax`` writes its result in the
-dtype of its input. Nothing is read by the host until `SlotBuffer.readings`, which only the fault path calls.
+dtype of its input. The host reads nothing until `SlotBuffer.slot_stats`, which is for the fault path.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ddp_nanguard.tensors.minmax import dense_parts, in_memory_order, is_plain
 
-_FIRST_CAPACITY = 64
+_FIRST_CAPACITY = 64  # slots of a new page; it doubles when full, so this bounds nothing
 _aminmax = torch.aminmax
 _T = TypeVar("_T")
 
@@ -27,9 +27,9 @@ class SlotRole(enum.IntEnum):
     """What a slot counts for in the verdict."""
 
     EVIDENCE = 0
-    """Never a trigger."""
+    """Never a trigger: what blame reads, such as activations and their gradients."""
     OUTPUT = 1
-    """Outputs of the root: with a scaler they tell a bad forward from an overflow. -inf is allowed (masked logits)."""
+    """Outputs of the root: under a scaler they tell a bad forward from an overflow. -inf is allowed (masked logits)."""
     LOSS = 2
     GRADIENT = 3
     STATE = 4
@@ -45,11 +45,18 @@ class SlotRole(enum.IntEnum):
 
 
 ONE_SIDED = frozenset({SlotRole.OUTPUT, SlotRole.BUFFER, SlotRole.WARN})
-"""Where -inf is allowed: NaN and +inf are bad."""
+"""Roles in which -inf is allowed: only NaN and +inf are bad."""
 
 
 class SlotStats(NamedTuple):
-    """One slot on the host: execution order in the window, the note, the region and the two values."""
+    """One slot, read by the host.
+
+    Attributes:
+        order: execution order in the window, from 1.
+        source: what it was taken from: a `TensorRecord`, a `GradientHook`, or one of the dataclasses ``...Source``.
+        role: what it counts for.
+        minimum, maximum: over all elements; NaN if any element is.
+    """
 
     order: int
     source: Any
@@ -59,9 +66,9 @@ class SlotStats(NamedTuple):
 
 
 class SlotTable(NamedTuple):
-    """Filled slots: values, shape (slots or more, 2), and beside each its execution order, region and note.
+    """Filled slots, still on the device: values, shape (slots or more, 2), and the order, role and source of each.
 
-    Lists side by side and no object per slot, which the garbage collector would have to follow.
+    Three lists side by side and no object per slot, which the garbage collector would have to follow.
     """
 
     values: Tensor
@@ -73,25 +80,43 @@ class SlotTable(NamedTuple):
 class SlotPage:
     """Slots of one device and dtype, in the order in which they were filled; grows by doubling.
 
+    Args:
+        device: of the tensors that are reduced into it.
+        dtype: of these tensors, and so of the slots.
+
     Attributes:
         values: the slots, shape (capacity, 2).
-        sources: of the slots in use.
-        layout: changes whenever a slot gets another region than it had in the step before.
+        sources: one per slot in use.
+        layout: a number that changes whenever a slot gets another role than it had in the step before.
     """
 
     __slots__ = ("_orders", "_outs", "_ring", "_roles", "layout", "sources", "values")
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        # - Slots in use; the number of sources is the number of slots. New lists after each step, since the ring keeps
+        # the old ones
         self.values = torch.zeros(_FIRST_CAPACITY, 2, device=device, dtype=dtype)
         self.sources: list[Any] = []
-        self.layout = 0
         self._orders: list[int] = []
+
+        # - Made once, not per step: views into `values` for ``out=``, and the roles, which are mostly those of the step
+        # before. `layout` lets `SeverityReducer` see that they are not, without comparing them
         self._outs = _slot_views(self.values)
         self._roles: list[SlotRole] = []
+        self.layout = 0
+
+        # - Values of earlier steps by their position in the ring
         self._ring: dict[int, Tensor] = {}
 
     def reduce(self, plain: Tensor, order: int, role: SlotRole, source: Any) -> None:
-        """One kernel."""
+        """Reduce a tensor into the next slot: one kernel, no host read, no temporary of the tensor's size.
+
+        Args:
+            plain: dense, not empty, of the page's device and dtype, without grad.
+            order: execution order.
+            role: what the slot counts for.
+            source: what the tensor is.
+        """
         sources, roles = self.sources, self._roles
         index = len(sources)
         if index == len(self._outs):
@@ -107,7 +132,15 @@ class SlotPage:
             self.layout += 1
 
     def fill(self, values: Tensor, order: int, sources: list[Any]) -> None:
-        """Slots that were filled elsewhere; a page holds such or its own."""
+        """Take over slots that were filled elsewhere, as evidence; one copy.
+
+        A page holds slots of this kind or reduces its own, never both: the roles of all are overwritten here.
+
+        Args:
+            values: shape (slots, 2).
+            order: execution order, the same for all.
+            sources: one per slot.
+        """
         first = len(self.sources)
         while first + len(values) > len(self.values):
             self._grow()
@@ -117,7 +150,7 @@ class SlotPage:
         self._roles = [SlotRole.EVIDENCE] * len(self.sources)
 
     def roles(self) -> list[SlotRole]:
-        """Of the slots in use."""
+        """The role of each slot in use."""
         return self._roles[: len(self.sources)]
 
     def _grow(self) -> None:
@@ -126,22 +159,23 @@ class SlotPage:
         self.values, self._outs = larger, _slot_views(larger)
 
     def slots(self) -> SlotTable:
-        """Those in use."""
+        """The slots in use; ``values`` is not copied and is overwritten by the next step."""
         return SlotTable(self.values, self._orders, self.roles(), self.sources)
 
     def push_history(self, turn: int) -> SlotTable:
-        """Copy the used slots into place ``turn`` of the ring and start afresh."""
+        """Copy the slots in use to position ``turn`` of the ring and empty the page; one device copy."""
         used = len(self.sources)
-        place = self._ring.get(turn)
-        if place is None or len(place) < used:
-            place = self._ring[turn] = torch.zeros_like(self.values)
-        place[:used].copy_(self.values[:used])
-        kept = self.slots()._replace(values=place)
+        # a position keeps its memory from round to round, so that a steady loop allocates nothing
+        copied = self._ring.get(turn)
+        if copied is None or len(copied) < used:
+            copied = self._ring[turn] = torch.zeros_like(self.values)
+        copied[:used].copy_(self.values[:used])
+        table = self.slots()._replace(values=copied)
         self.discard()
-        return kept
+        return table
 
     def discard(self) -> None:
-        """Start afresh."""
+        """Empty the page; its memory and the roles of its slots stay for the next step."""
         self.sources, self._orders = [], []
 
 
@@ -150,48 +184,62 @@ def _slot_views(values: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 
 class Meter(Protocol):
-    """Times what it runs."""
+    """What a probe calls in a step whose probes are timed; see `probes.budget.Meter`."""
 
     def run(self, probe: Callable[..., _T], *args: Any) -> _T:
-        """Run a probe and add its time."""
+        """Call ``probe(*args)``, add its time and return its result."""
         ...
 
     def count_hook(self) -> None:
-        """Add the time of a hook that does next to nothing."""
+        """Add the time of one hook that does next to nothing itself."""
         ...
 
 
 @dataclass(frozen=True)
 class PastStep:
-    """Slots of a step with a clean verdict, still on the device."""
+    """Slots of a step with a clean verdict, still on the device.
+
+    Attributes:
+        step: its number.
+        pages: its slots, one table per page.
+        expand_compiled: that of the `SlotBuffer`.
+    """
 
     step: int
     pages: tuple[SlotTable, ...]
     expand_compiled: Callable[[list[SlotStats]], list[SlotStats]]
 
     def slot_stats(self) -> list[SlotStats]:
-        """The slots in execution order. Host sync: one per page."""
+        """The slots of the step in execution order. Host sync: one per page."""
         return self.expand_compiled(_sorted_stats(self.pages))
 
 
 class SlotBuffer:
     """All slots of the window now open, and those of the last ``history`` clean steps.
 
+    Args:
+        history: number of clean steps whose slots are kept, at least 1.
+
     Attributes:
-        meter: times the probes in a step that is measured, see `probes.budget`.
-        order: execution order of the last thing seen in the window.
-        history: number of clean steps whose slots are kept.
-        num_kept: clean steps so far.
-        expand_compiled: makes readings like the others of those that compiled code left, see `probes.compiled`.
+        meter: times the probes in a step that is measured, see `probes.budget`; else None.
+        order: execution order of the last tensor that a probe has met in the window; 0 before the first.
+        num_kept: number of steps that went into the ring since the beginning.
+        expand_compiled: turns slots that compiled code filled into slots of calls, see `probes.compiled_calls`.
 
     Memory: 2 values per slot and step, on the device where the probed tensor lives.
     """
 
     def __init__(self, history: int) -> None:
+        # - The open window: pages by (device, dtype), and by device alone for slots that compiled code filled: those
+        # are float64 whatever the dtype of what they saw
         self._pages: dict[object, SlotPage] = {}
+        self.order = 0
+
+        # - Set from outside: most jobs compile nothing and are past their measured steps
         self.expand_compiled: Callable[[list[SlotStats]], list[SlotStats]] = _as_they_are
         self.meter: Meter | None = None
-        self.order = 0
+
+        # - The ring of clean steps: a step takes the position of the one that is `history` steps older
         self.history = history
         self.num_kept = 0
         self._turn = 0
@@ -203,8 +251,8 @@ class SlotBuffer:
         Args:
             role: what the slot counts for.
             tensor: of any kind, shape and dtype.
-            source: what the probe says of it.
-            order: execution order of what is looked at later than it happened; default the next one.
+            source: what the tensor is, for blame and reports.
+            order: execution order of a tensor that is looked at later than it came up; default the next one.
 
         Returns:
             The execution order of the slot, or None where the kind of tensor cannot be checked. Tensors that hold
@@ -225,7 +273,7 @@ class SlotBuffer:
         return order
 
     def fill(self, values: Tensor, sources: list[Any]) -> None:
-        """Take slots over that were filled elsewhere, as evidence; one copy.
+        """Take over slots that were filled elsewhere, as evidence; one copy, no host read.
 
         Args:
             values: float64, shape (slots, 2).
@@ -244,7 +292,7 @@ class SlotBuffer:
         return page
 
     def pages(self) -> list[SlotPage]:
-        """Those in use."""
+        """The pages that have slots in use."""
         return [page for page in self._pages.values() if page.sources]
 
     def slot_stats(self) -> list[SlotStats]:
@@ -261,11 +309,11 @@ class SlotBuffer:
         return past
 
     def drop_history(self, past: PastStep) -> None:
-        """A step that was taken for clean is no longer one of the clean ones."""
+        """Take a step out of the ring that was held for clean until its deferred verdict came."""
         self._past = {turn: other for turn, other in self._past.items() if other is not past}
 
     def discard(self) -> None:
-        """Forget the slots of the open window."""
+        """Forget the slots of the open window, as after a fault; the ring stays."""
         for page in self._pages.values():
             page.discard()
         self.order = 0

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .slots import SlotBuffer, SlotRole
 
+# others may be infinite on purpose, such as a clipping norm that is off
 _NEVER_INFINITE = frozenset({"lr", "weight_decay", "momentum", "dampening", "eps", "betas", "alpha", "rho", "lr_decay"})
 
 StateKind = Literal["parameter", "buffer", "optimizer state", "hyper-parameter"]
@@ -20,12 +21,13 @@ When = Literal["before", "update", "written", "doomed"]
 
 @dataclass(frozen=True, slots=True)
 class StateSource:
-    """Note of a piece of state.
+    """Source of a slot: a parameter, a buffer, a tensor of optimizer state, or a hyper-parameter.
 
     Attributes:
+        kind: which of these.
         name: clean name; for optimizer state ``<parameter>.<key>``, for hyper-parameters ``g0.lr``.
-        when: ``before`` the step, after an ``update``, ``written`` by the forward (buffers), or ``doomed`` to be
-            overwritten by another rank's (buffers).
+        when: ``before`` the step, after an ``update``, ``written`` by the forward (buffers), or ``doomed``: before DDP
+            overwrites a buffer with rank 0's.
     """
 
     kind: StateKind
@@ -34,11 +36,17 @@ class StateSource:
 
 
 class StateProbe:
-    """Looks at state.
+    """Looks at parameters, buffers, optimizer state and hyper-parameters.
 
     Args:
-        parameters: clean name by identity of the parameters of the model.
-        named_buffers: reads the buffers afresh, since they can be replaced.
+        slots: where the results go.
+        parameters: clean name and parameter of the model.
+        named_buffers: gives clean name and buffer; called each time, since buffers can be replaced.
+        optimizers: in the order in which their hyper-parameters are numbered.
+        local: maps a tensor to this rank's part of it, without communication.
+        is_ignored: whether a name is not watched.
+
+    Attributes:
         registered: further modules by name, such as an EMA copy.
     """
 
@@ -59,8 +67,10 @@ class StateProbe:
         self._optimizers = optimizers
         self._local = local
         self._is_ignored = is_ignored
-        self._sources: dict[tuple[StateKind, When], dict[str, StateSource | None]] = {}
         self._probed_buffers = False
+        # Sources are made once and used in every step; None for an ignored name
+        self._sources: dict[tuple[StateKind, When], dict[str, StateSource | None]] = {}
+        # By `id` of an optimizer: the ids of its parameters, which tell when a group was added, and what to look at
         self._updated: dict[int, tuple[list[int], list[tuple[nn.Parameter, StateSource]]]] = {}
 
     # -- what is there -----------------------------------------------------------------------------------------------
@@ -86,7 +96,7 @@ class StateProbe:
                     yield f"{prefix}.{name}", buffer
 
     def optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
-        """State tensors of the optimizers, as ``<parameter>.<key>``."""
+        """Tensors in the optimizers' state, as ``<parameter>.<key>``; none before their first step."""
         for optimizer in self._optimizers:
             for name, parameter in self.named_parameters_of(optimizer):
                 for key, value in optimizer.state.get(parameter, {}).items():
@@ -94,7 +104,7 @@ class StateProbe:
                         yield f"{name}.{key}", value
 
     def named_parameters_of(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters of one optimizer; one that the model does not have is called ``optimizer.g0.p3``."""
+        """Name and parameter of all that one optimizer holds; what the model does not have is ``optimizer.g0.p3``."""
         index = self._optimizers.index(optimizer)
         prefix = "optimizer" if index == 0 else f"optimizer{index}"
         for group_index, group in enumerate(optimizer.param_groups):
@@ -113,31 +123,31 @@ class StateProbe:
     # -- looking at it -------------------------------------------------------------------------------------------------
 
     def probe_before_first_step(self) -> None:
-        """Parameters and optimizer state before the first step."""
+        """Reduce parameters and optimizer state before the first step."""
         self._probe("parameter", "before", self.parameters())
         self.probe_optimizer_state()
 
     def probe_buffers_before_broadcast(self) -> None:
-        """Buffers that DDP is about to overwrite with rank 0's: a remark, no trigger."""
+        """Reduce the buffers that DDP is about to overwrite with rank 0's: a bad one is a warning, no trigger."""
         self._probe("buffer", "doomed", iter(self._named_buffers()))
 
     def probe_buffers_before_first_step(self) -> None:
-        """Buffers before the first step; nothing where that has been done."""
+        """Reduce the buffers before the first step; a second call does nothing."""
         if not self._probed_buffers:
             self._probed_buffers = True
             self._probe("buffer", "before", self.buffers())
 
     def probe_optimizer_state(self) -> None:
-        """One pass over the optimizer state."""
+        """Reduce the whole optimizer state: one pass over it, so only every ``state_every`` steps."""
         self._probe("optimizer state", "before", self.optimizer_state())
 
     def probe_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """The weights that an optimizer has just updated; they ride with the next verdict."""
+        """Reduce the weights that an optimizer has just updated; the next verdict judges them."""
         for parameter, source in self._updated_by(optimizer):
             self.slots.reduce(SlotRole.STATE, self._local(parameter), source)
 
     def _updated_by(self, optimizer: torch.optim.Optimizer) -> list[tuple[nn.Parameter, StateSource]]:
-        """Made anew only when the optimizer has got other parameters."""
+        """Watched parameters of an optimizer with their sources, made anew only when it holds other parameters."""
         present = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         known, sources = self._updated.get(id(optimizer), ([], []))
         if known != present:
@@ -147,14 +157,14 @@ class StateProbe:
         return sources
 
     def probe_buffers_after_forward(self) -> None:
-        """Buffers after the forwards of the window, and everything of registered modules."""
+        """Reduce the buffers after the window's forwards, and parameters and buffers of registered modules."""
         self._probe("buffer", "written", self.buffers())
         for prefix, module in self.registered.items():
             named = ((f"{prefix}.{name}", parameter) for name, parameter in module.named_parameters())
             self._probe("parameter", "written", named)
 
     def probe_hyper_parameters(self) -> bool:
-        """Whether a number is bad that the host holds; tensors are probed on the device."""
+        """Reduce the hyper-parameters that are tensors; returns whether one that the host holds is bad."""
         bad = False
         for name, value in self.hyper_parameters():
             if isinstance(value, Tensor):
@@ -174,7 +184,7 @@ class StateProbe:
 
 
 def is_bad_number(name: str, value: float) -> bool:
-    """NaN in any hyper-parameter, infinity in those that are never meant to be infinite."""
+    """Whether a hyper-parameter is NaN, or infinite where infinity makes no sense (``g0.lr``, ``g0.betas[0]``)."""
     key = name.rsplit(".", 1)[-1].split("[")[0]
     return math.isnan(value) or (math.isinf(value) and key in _NEVER_INFINITE)
 

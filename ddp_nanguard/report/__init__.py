@@ -1,3 +1,3 @@
-"""What is said about a fault."""
+"""The report of a fault as plain data (`types`), and the texts that are made from it."""
 
 __frame_role__ = "probe"  # see `hooks.frames`

@@ -1,4 +1,4 @@
-"""What is said of one site, and the first log line of a fault."""
+"""One line about one site, and the first log line of a fault."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from .wording import KIND_WORDS, layer_text
 
 
 def log_line(report: FaultReport) -> str:
-    """``rank 37 · step 4812 · micro-batch 3 · forward · layers.17.mlp.act (call 1): finite in, NaN out``."""
+    """The first log line of a fault, which names its origin.
+
+    Such as ``rank 37 · step 4812 · micro-batch 3 · forward · layers.17.mlp.act (call 1): finite in, NaN out``.
+    """
     origin = report.origin
     if origin is None:
         return f"step {report.step} · {report.cause or 'a non-finite value, origin unknown'}"
@@ -15,14 +18,14 @@ def log_line(report: FaultReport) -> str:
 
 
 def where(site: Site) -> list[str]:
-    """Rank, step, micro-batch and phase of a site, as far as it has them."""
+    """Rank, step, micro-batch and phase of a site, one phrase each; the micro-batch only where it has one."""
     found = [f"rank {site.rank}" if site.rank is not None else "no single rank", f"step {site.step}"]
     found += [f"micro-batch {site.micro_batch}"] if site.micro_batch is not None else []
     return [*found, str(site.phase)]
 
 
 def what(site: Site) -> str:
-    """What was seen at an origin, without rank and step."""
+    """What happened at an origin, and what was finite before it; without rank and step, which `where` tells."""
     if site.suspects:
         return _suspects_text(site)
     if site.inline_code is not None:
@@ -55,7 +58,7 @@ def _input_text(site: Site) -> str:
 
 
 def seen(site: Site) -> str:
-    """What was seen at any site, and nothing about what came before it."""
+    """What was seen at any site. It tells nothing of what came before: only the origin's inputs were finite."""
     kind = KIND_WORDS[site.kind]
     match site.phase:
         case Phase.STATE if site.input_kind is None:
@@ -67,10 +70,10 @@ def seen(site: Site) -> str:
         case Phase.FORWARD:
             return f"{site.slot} of {_call_text(site)} is {kind}"
         case Phase.BACKWARD if site.slot == "grad":
-            place = "in the code of" if site.inline_code is not None or site.suspects else "at"
+            relation = "in the code of" if site.inline_code is not None or site.suspects else "at"
             before = site.inline_code.before if site.inline_code is not None else None
             ends = f", before {layer_text(before)}" if before is not None else ""
-            return f"gradient {place} {_call_text(site)}{ends} is {kind}"
+            return f"gradient {relation} {_call_text(site)}{ends} is {kind}"
         case Phase.BACKWARD | Phase.REDUCE:
             return f"gradient of {site.slot} is {kind}"
         case Phase.OPTIMIZER if site.layer is None:
@@ -80,7 +83,7 @@ def seen(site: Site) -> str:
 
 
 def _suspects_text(site: Site) -> str:
-    """Several layers may have done it, and nobody saw which."""
+    """The text for an origin with several suspects: any of them may have made the value, no probe saw which."""
     kind, names = KIND_WORDS[site.kind], ", ".join(layer_text(name) for name in site.suspects)
     if site.slot == "grad":
         code = "" if site.layer in site.suspects else f", or the code of {layer_text(site.layer)}"
@@ -94,11 +97,12 @@ def _call_text(site: Site) -> str:
 
 def _inline_code_text(site: Site) -> str:
     assert site.inline_code is not None
-    place, kind = site.inline_code, KIND_WORDS[site.kind]
-    code = f"code of {layer_text(place.layer)}" if place.layer is not None else "code of the training step"
+    span, kind = site.inline_code, KIND_WORDS[site.kind]
+    code = f"code of {layer_text(span.layer)}" if span.layer is not None else "code of the training step"
+    # backward runs through a module's code from its end to its start
     start, end = ("its end", "its start") if site.phase is Phase.BACKWARD else ("its start", "its end")
-    after = start if place.after is None or place.after == place.layer else layer_text(place.after)
-    before = end if place.before is None or place.before == place.layer else layer_text(place.before)
-    ends = "" if place.after is None and place.before is None else f", between {after} and {before}"
-    thing = "gradient" if site.phase is Phase.BACKWARD else "value"
-    return f"{code}{ends}: a {kind} {thing} that no watched layer made"
+    after = start if span.after is None or span.after == span.layer else layer_text(span.after)
+    before = end if span.before is None or span.before == span.layer else layer_text(span.before)
+    ends = "" if span.after is None and span.before is None else f", between {after} and {before}"
+    noun = "gradient" if site.phase is Phase.BACKWARD else "value"
+    return f"{code}{ends}: a {kind} {noun} that no watched layer made"

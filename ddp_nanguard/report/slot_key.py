@@ -1,4 +1,4 @@
-"""`SlotKey`: which slot of a step is meant, in a dump and in its replay alike."""
+"""`SlotKey`: the name of one slot of a step, equal in a dump and in its replay."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from .types import Phase
 
+# both are written to dumps as they stand here
 ROOT_OUTPUT = "root output"
 PARAMETER_GRADIENT = "gradient"
 
@@ -14,7 +15,7 @@ PARAMETER_GRADIENT = "gradient"
 class SlotKey:
     """Names one slot of a step. A replay of the same step gives the same keys in the same order.
 
-    State has none: it says nothing about the arithmetic of a step.
+    Slots of state and norms have no key: they tell nothing about the arithmetic of a step.
 
     Attributes:
         phase: ``forward``, ``loss``, ``backward`` or ``reduce``.
@@ -23,9 +24,9 @@ class SlotKey:
         name: the layer of an activation, the parameter of a gradient, the name of a loss.
         call: number of the module's call in the micro-batch, from 1; None for losses and parameters, and in compiled
             code, where calls have no numbers.
-        slot: ``output``, ``input``, `ROOT_OUTPUT`, ``gradient of output``, ``gradient of input``,
-            `PARAMETER_GRADIENT`, or "" for a loss.
-        occurrence: from 1, among slots that are the same in all of this.
+        slot: ``output``, ``input``, `ROOT_OUTPUT`, ``gradient of output``, ``gradient of input``, `PARAMETER_GRADIENT`,
+            or "" for a loss.
+        occurrence: number of this slot among those that are equal in all other fields, from 1.
     """
 
     phase: Phase
@@ -37,21 +38,22 @@ class SlotKey:
 
     @property
     def is_parameter_gradient(self) -> bool:
-        """Whether it is the gradient of a parameter, before or after communication."""
+        """Whether the slot is the gradient of a parameter, before or after communication."""
         return self.slot == PARAMETER_GRADIENT
 
     def to_label(self) -> str:
-        """One line of text, as ``history.npz`` holds it; ``-`` stands for None."""
+        """The key as one line of text, as ``history.npz`` holds it: six fields with ``|`` between, ``-`` for None."""
+        # a name may hold the separator; "%" goes first, or the escapes themselves would be escaped
         name = self.name.replace("%", "%25").replace("|", "%7C")
         fields = (self.phase, self.micro_batch, name, self.call, self.slot, self.occurrence)
         return "|".join("-" if field is None else str(field) for field in fields)
 
     @classmethod
     def from_label(cls, label: str) -> SlotKey:
-        """The inverse of `to_label`.
+        """Parse a text that `to_label` made.
 
         Raises:
-            ValueError: it is no label.
+            ValueError: the text is no label.
         """
         fields = label.split("|")
         if len(fields) != 6:

@@ -1,6 +1,6 @@
 """The text of `NonFiniteError`, of ``report.txt`` and of ``ddp-nanguard show``: the same rows in the same words.
 
-Knows the plain data of a fault only, so that a dump can carry its own report.
+It reads nothing but the plain data of a report, so that a dump can carry its own text.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ def replay_lacks(recipe: str | None, is_redacted: bool) -> str | None:
 def fault_rows(report: FaultReport, lacks: str | None) -> list[tuple[str, str]]:
     """What is known of a fault, as (label, text): evidence, cause, state of the job, notes, the next command.
 
+    Rows without a text are left out.
+
     Args:
         report: of the fault.
         lacks: what a replay of the dump lacks, see `replay_lacks`.
@@ -50,7 +52,7 @@ def fault_rows(report: FaultReport, lacks: str | None) -> list[tuple[str, str]]:
 
 
 def headline(report: FaultReport) -> tuple[str, str]:
-    """Where it happened, and what; where nothing could be attributed, what is known of the cause."""
+    """(where, what) of the origin, one line each; of a fault without one, (step, what is known of the cause)."""
     if report.origin is None:
         return f"step {report.step}", report.cause or "non-finite values; no site could be attributed"
     return ", ".join(where(report.origin)), what(report.origin)
@@ -95,10 +97,10 @@ def _state(report: FaultReport) -> str:
 
 
 def _next_command(report: FaultReport, lacks: str | None) -> str:
-    """The command that helps most with this fault; a replay only where one is possible."""
+    """The command that helps most with this fault: a replay where one is possible, else ``show``."""
     origin, dump = report.origin, report.dump_path
     if origin is not None and origin.phase is Phase.REDUCE and lacks is None and report.world_size > 1:
-        # one rank alone cannot show it
+        # only communication brings the value, so a replay of one rank alone cannot show it
         return f"torchrun --nproc-per-node {report.world_size} -m ddp_nanguard replay {dump} --trace"
     is_update = origin is not None and origin.phase is Phase.OPTIMIZER and origin.layer is not None
     if is_update and report.nonfinite_state:
@@ -121,15 +123,15 @@ def error_text(report: FaultReport, lacks: str | None = None) -> str:
 
 
 class Holdings(Protocol):
-    """What a text says of a dump; the fields are those of `ddp_nanguard.dump.records.Manifest`."""
+    """What a text tells of a dump: a part of the fields of `ddp_nanguard.dump.records.Manifest`."""
 
     @property
     def created(self) -> str:
-        """When, ISO 8601."""
+        """Time at which the dump was written, ISO 8601."""
 
     @property
     def recipe(self) -> str | None:
-        """``module:function``."""
+        """The recipe as ``module:function``; None where none was given."""
 
     @property
     def replay_lacks(self) -> str | None:
@@ -137,42 +139,43 @@ class Holdings(Protocol):
 
     @property
     def versions(self) -> Mapping[str, str]:
-        """Of torch, numpy and Python."""
+        """Version texts by name: ``torch``, ``numpy``, ``python``."""
 
     @property
     def ranks_present(self) -> Sequence[int]:
-        """Whose files are there."""
+        """Global ranks whose files are in the dump."""
 
     @property
     def alone(self) -> bool:
-        """Whether ranks wrote without each other."""
+        """Whether each rank wrote its own files without its peers, which did not answer."""
 
     @property
     def weights_problem(self) -> str | None:
-        """Why weights are missing."""
+        """Why the weights are incomplete, in words; None where they are whole."""
 
     @property
     def problems(self) -> Iterable[str]:
-        """What could not be written."""
+        """What could not be written, one phrase each; empty where all was."""
 
     @property
     def size_bytes(self) -> int:
-        """Of all files."""
+        """Size of all files of the dump together."""
 
 
 def report_text(report: FaultReport, manifest: Holdings | None = None, *, color: bool = False) -> str:
-    """A fault on one screen: what the error says, what else was seen, and what is in the dump.
+    """A fault on one screen: what the error tells, what else was seen, and what is in the dump.
 
     Args:
         report: of the fault.
-        manifest: of the dump, for what it holds; None says nothing of it.
+        manifest: of the dump; None leaves out what the dump holds.
         color: whether terminal colours are wanted.
     """
-    place, what_happened = headline(report)
+    where_text, what_text = headline(report)
+    # the next command comes last and alone, so that a person finds it without reading the rest
     *rows, last = fault_rows(report, None if manifest is None else manifest.replay_lacks) or [("", "")]
     if last[0] != "next":
         rows, last = [*rows, last], ("", "")
-    lines = [place, f"  {what_happened}", ""]
+    lines = [where_text, f"  {what_text}", ""]
     for label, text in rows:
         lines += _row(label, text)
     for site in _other_sites(report):
@@ -186,7 +189,7 @@ def report_text(report: FaultReport, manifest: Holdings | None = None, *, color:
 
 
 def human_size(size_bytes: float) -> str:
-    """``412 MiB``."""
+    """A size as text, such as ``412 MiB``; units up to GiB, powers of 1024."""
     for unit in ("B", "KiB", "MiB"):
         if size_bytes < 1000:
             return f"{size_bytes:.0f} {unit}" if unit == "B" or size_bytes >= 10 else f"{size_bytes:.1f} {unit}"
@@ -195,7 +198,7 @@ def human_size(size_bytes: float) -> str:
 
 
 def _row(label: str, text: str) -> list[str]:
-    """``label`` and the text beside it, wrapped; nothing for an empty text."""
+    """Lines with the label on the left and the wrapped text beside it; none for an empty text."""
     if not text:
         return []
     return textwrap.wrap(
@@ -209,7 +212,7 @@ def _row(label: str, text: str) -> list[str]:
 
 
 def _unwrapped(label: str, text: str) -> str:
-    """For what people copy."""
+    """One line with the label on the left, never wrapped: for commands and paths that are to be copied."""
     return f"  {label:<{LABEL_WIDTH}}{text}"
 
 
@@ -225,7 +228,7 @@ def _about_dump(report: FaultReport, manifest: Holdings) -> list[str]:
     size = human_size(manifest.size_bytes)
     present = manifest.ranks_present
     lines = [_unwrapped("dump", str(report.dump_path))]
-    lines += _row("holds", f"{_present(present, report.world_size)}; {_weights(manifest)}; {size}")
+    lines += _row("holds", f"{_ranks_text(present, report.world_size)}; {_weights(manifest)}; {size}")
     lines += _row("written", manifest.created)
     lines += _row("run", f"{report.wrapper} on {plural(report.world_size, 'rank')}; {_versions(manifest)}")
     lines += _row("recipe", manifest.recipe or "none given; replay needs --recipe module:function")
@@ -234,7 +237,7 @@ def _about_dump(report: FaultReport, manifest: Holdings) -> list[str]:
     return lines
 
 
-def _present(ranks: Sequence[int], world_size: int) -> str:
+def _ranks_text(ranks: Sequence[int], world_size: int) -> str:
     return (
         f"all of {plural(world_size, 'rank')}"
         if len(ranks) == world_size

@@ -1,4 +1,4 @@
-"""What is said about a fault: plain data, its causal order, and its JSON form.
+"""The report of a fault as plain data, with its causal order and its JSON form.
 
 Nothing here knows of processes, devices or files.
 """
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
 
+# The size of a report does not grow with the job: what goes beyond these is counted, not listed
 MAX_SITES = 64
 MAX_RANKS_LISTED = 64
 
@@ -33,7 +34,7 @@ class Phase(enum.StrEnum):
 
     @property
     def causal_rank(self) -> int:
-        """Position in the causal order, 0 for ``state``."""
+        """Position in the causal order, from 0 for ``state`` to 6 for ``optimizer``."""
         return list(Phase).index(self)
 
 
@@ -41,20 +42,22 @@ KINDS = ("nan", "inf", "-inf")
 """Kinds of non-finite values, worst first."""
 
 
-# -- what a field may hold beyond its type; whoever reads a fault from a file checks it -------------------------------
+# -- what a field may hold beyond its type; the reader of a dump checks it --------------------------------------------
 
 MAX_WORLD_SIZE = 2**20
-"""Ten times the largest jobs there are, and few enough to be counted one by one."""
+"""Bounds the numbers in a dump: far more ranks than any job has, and few enough to be counted one by one."""
 MAX_INTEGER = 2**63 - 1
-"""Steps and sizes are 64-bit integers in torch, and there are not more bytes than that."""
+"""Bounds the numbers in a dump: steps and sizes are 64-bit integers in torch."""
 
 
 class Rule(NamedTuple):
-    """What holds for a value, written beside the type of its field: ``Annotated[int, Rule(...)]``.
+    """A condition on a value, written beside the type of its field: ``Annotated[int, Rule(...)]``.
+
+    The reader of JSON files checks it (`ddp_nanguard.dump.typed_json`), so that no second list of fields is needed.
 
     Attributes:
-        holds: whether a value of the right type is valid.
-        valid: what is, in words that follow "valid is".
+        holds: tells whether a value of the right type is valid.
+        valid: what is valid, in words that can follow "valid is".
     """
 
     holds: Callable[[Any], bool]
@@ -81,7 +84,13 @@ Shape = Annotated[
 
 @dataclass(frozen=True)
 class InlineCode:
-    """A value that no module made: the code of ``layer`` did (None: the training step), between two sites."""
+    """Code between modules that made a value which no module made.
+
+    Attributes:
+        layer: the module whose own code it is; None for the training step.
+        after: the last layer before it that was seen clean; None where that is the beginning, or not known.
+        before: the layer at which the value was first seen; None where that is the end of the code, or not known.
+    """
 
     layer: str | None
     after: str | None
@@ -92,8 +101,13 @@ class InlineCode:
 class Evidence:
     """Counts and range of one tensor, taken by a rescan on the fault path.
 
-    ``largest_finite`` is the largest finite absolute value, None where no element is finite; ``first`` the index of the
-    first element that is not, None where the tensor is no dense one.
+    Attributes:
+        shape: of the tensor, or of this rank's part of it.
+        dtype: such as ``bfloat16``.
+        num_nan, num_inf, num_neg_inf: number of elements of each kind.
+        numel: number of all elements.
+        largest_finite: the largest finite absolute value; None where no element is finite.
+        first: index of the first element that is not finite; None where the tensor is not dense.
     """
 
     shape: Shape
@@ -111,20 +125,20 @@ class Site:
     """Where one value was seen non-finite.
 
     Attributes:
-        rank: global rank; None for ``reduce``, which nobody began.
-        step: optimizer step.
+        rank: global rank; None for ``reduce``, where the value began on no single rank.
+        step: number of the optimizer step.
         micro_batch: index in the window; None for state, reduce and optimizer.
         phase: see `Phase`.
         layer: module name as in the unwrapped model, "" for the root; None for input, loss and hyper-parameters.
         call: call number of the module in the micro-batch, from 1; None outside forward and backward.
         slot: ``output``, ``input``, ``grad``, a batch path, a loss, parameter, buffer or state name, ``g0.lr``.
         kind: ``nan``, ``inf`` or ``-inf``, the worst that is there.
-        inline_code: set when the parent's own code did it.
-        evidence: counts from a rescan, where the tensor was still at hand.
-        input_kind: worst kind among what it was made from (inputs of the call, gradient of the layer's output, the
-            model's output for a loss), None where that was finite, ``unchecked`` where nobody looked.
-        neg_inf_from: where a -inf came from that went into the call: a layer, or the code around it; else None.
-        suspects: layers any of which may have done it, where that was not seen; empty where it was.
+        inline_code: set where code between modules made the value; else None.
+        evidence: counts from a rescan; None where the tensor had been freed.
+        input_kind: worst kind among what the value was made from (inputs of the call, gradient of the layer's output,
+            the model's output for a loss); None where that was finite, ``unchecked`` where no probe looked at it.
+        neg_inf_from: where a -inf that went into the call came from, in words; None where none did.
+        suspects: layers any of which may have made the value, where no probe saw which; else empty.
         order: execution order within phase and micro-batch; only for sorting.
     """
 
@@ -144,7 +158,7 @@ class Site:
     order: int = field(default=0, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """The site as JSON-ready data, without the fields that only sort."""
+        """The site as JSON-ready data, without ``order``."""
         return {
             "rank": self.rank,
             "step": self.step,
@@ -163,9 +177,14 @@ class Site:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Site:
-        """The inverse of `to_dict`."""
+        """A site from what `to_dict` returned, of this process or another one; ``order`` is 0.
+
+        Raises:
+            KeyError, TypeError, ValueError: the data is of another form.
+        """
         fields = {k: v for k, v in data.items() if k not in {"phase", "inline_code", "evidence", "suspects"}}
         inline_code, evidence = data.get("inline_code"), data.get("evidence")
+        # JSON has no tuples, and a frozen site must stay hashable
         if evidence:
             evidence = {**evidence, "shape": tuple(evidence["shape"])}
             evidence["first"] = tuple(evidence["first"]) if evidence.get("first") is not None else None
@@ -179,23 +198,24 @@ class Site:
         )
 
     def same_place(self, other: Site) -> bool:
-        """Whether both name the same phase, layer, call, slot and micro-batch (rank and step aside).
+        """Whether both have the same phase, layer, call, slot, micro-batch and kind; rank and step may differ.
 
-        Which call it was is not known in compiled code, and then does not count.
+        In compiled code it is not known which call it was, and then the call does not count.
         """
         mine = (self.phase, self.layer, self.slot, self.micro_batch, self.kind)
+        # None stands for an unknown call number, so it is equal to every number
         same_call = self.call == other.call or None in (self.call, other.call)
         return same_call and mine == (other.phase, other.layer, other.slot, other.micro_batch, other.kind)
 
 
 @dataclass(frozen=True)
 class SecondRun:
-    """What came of running the step once more in place (option ``rerun``), the same on every rank.
+    """The outcome of running the step of a fault a second time in place (option ``rerun``); the same on every rank.
 
     Attributes:
         outcome: the worst of ``finite``, ``elsewhere``, ``failed`` and ``same`` over the ranks, or ``not_run``.
         ranks: outcome -> (number of ranks, the first of them), at most `MAX_RANKS_LISTED`; empty for ``not_run``.
-        text: one sentence.
+        text: the outcome in one sentence, for the report.
     """
 
     outcome: str
@@ -203,38 +223,43 @@ class SecondRun:
     text: str
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready data."""
+        """The outcome as JSON-ready data, as a manifest holds it."""
         ranks = {outcome: {"count": count, "first": list(first)} for outcome, (count, first) in self.ranks.items()}
         return {"outcome": self.outcome, "ranks": ranks, "text": self.text}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> SecondRun:
-        """The inverse of `to_dict`."""
+        """An outcome from what `to_dict` returned, of this process or another one.
+
+        Raises:
+            KeyError, TypeError: the data is of another form.
+        """
         ranks = {outcome: (each["count"], tuple(each["first"])) for outcome, each in data["ranks"].items()}
         return cls(data["outcome"], ranks, data["text"])
 
 
 @dataclass(frozen=True)
 class FaultReport:
-    """Everything that is said about one fault: `to_dict`, ``show --json`` and ``manifest.json`` agree on it.
+    """Everything that is known about one fault, as plain data; the same on every rank.
 
-    The latter two add the version of their form.
+    `to_dict`, ``ddp-nanguard show --json`` and ``manifest.json`` agree on it; the latter two add the version of their
+    form.
 
     Attributes:
-        step: the step of the fault; for a bad update the step of that update.
-        world_size: ranks that step together.
+        step: of the fault; for a bad update the step of that update.
+        world_size: number of ranks that step together.
         wrapper: ``plain``, ``ddp``, ``fsdp1`` or ``fsdp2``.
-        origin: the earliest site that counts, or None where nothing could be attributed.
-        sites: the earliest sites over all ranks, at most `MAX_SITES`.
-        holders: ranks that hold a value that arose in the reduce.
-        num_ranks_affected, ranks_affected: how many ranks saw something, and the first of them.
-        cause: one sentence.
-        nonfinite_state: names of damaged parameters, buffers and optimizer state; empty when nothing is.
-        unchecked: what was not looked at, in words.
-        single_rank_view: peers did not answer: all of this is what one rank saw.
-        notes: further remarks, such as "replicas disagree".
-        rerun: what came of the option ``rerun``; None without it.
-        dump_path: the dump's directory, or None.
+        origin: the earliest site that counts; None where the fault could not be attributed to any.
+        sites: the earliest sites over all ranks, at most `MAX_SITES`, the origin first.
+        holders: ranks that hold a value that became non-finite in the reduce, at most `MAX_RANKS_LISTED`.
+        num_ranks_affected, ranks_affected: number of ranks that saw something bad, and the first of them.
+        cause: what is known of the cause, in one sentence.
+        nonfinite_state: names of parameters, buffers and optimizer state that stay non-finite; empty when none does.
+        unchecked: what was not looked at, one phrase each.
+        single_rank_view: whether peers did not answer, so that all of this is what one rank saw.
+        notes: further notes, such as "replicas disagree".
+        rerun: the outcome of the option ``rerun``; None without it.
+        dump_path: directory of the dump; None where none was written.
     """
 
     step: Natural
@@ -254,7 +279,7 @@ class FaultReport:
     rerun: SecondRun | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready data; non-finite numbers are strings."""
+        """The report as JSON-ready data; non-finite numbers are the strings "nan", "inf" and "-inf"."""
         origin = self.origin
         return {
             "step": self.step,
@@ -276,7 +301,11 @@ class FaultReport:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> FaultReport:
-        """The inverse of `to_dict`; further keys are ignored."""
+        """A report from what `to_dict` returned, of this process or another one; further keys are ignored.
+
+        Raises:
+            KeyError, TypeError, ValueError: the data is of another form.
+        """
         return cls(
             step=data["step"],
             world_size=data["world_size"],
@@ -297,7 +326,11 @@ class FaultReport:
 
 
 def json_safe(value: Any) -> Any:
-    """``value`` with non-finite floats as the strings "nan", "inf" and "-inf", which strict JSON readers take."""
+    """A copy of a value with non-finite floats as strings, since strict JSON has no NaN and no infinity.
+
+    Args:
+        value: any nesting of dicts, lists and tuples; tuples become lists.
+    """
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
     if isinstance(value, dict):

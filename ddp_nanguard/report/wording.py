@@ -1,26 +1,26 @@
-"""Words that every text about a fault shares."""
+"""Words and lists as every text about a fault writes them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 KIND_WORDS = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}
-"""Kinds of non-finite values as people read them."""
+"""Kinds of non-finite values, and how texts write them."""
 
 
 def layer_text(layer: str | None) -> str:
-    """A layer's name as people read it: ``(root)`` for the model itself, None for code of the training loop."""
+    """A layer's name as texts write it: ``(root)`` for "", ``the training step`` for None."""
     return "(root)" if layer == "" else (layer or "the training step")
 
 
 def listed(values: Iterable[object], limit: int = 8, total: int | None = None, separator: str = ", ") -> str:
-    """``a, b, c and 3 more``.
+    """Values as a list of bounded length, such as ``a, b, c and 3 more``; "" for none.
 
     Args:
-        values: all there are, or the first of them.
-        limit: how many are shown.
-        total: how many there are in all, where ``values`` holds the first of them only.
-        separator: between two of them.
+        values: all of them, or the first ones.
+        limit: number of values that are shown.
+        total: number of all values, where ``values`` holds the first ones only.
+        separator: between two values.
     """
     found = [str(value) for value in values]
     more = (len(found) if total is None else total) - min(limit, len(found))
@@ -28,5 +28,5 @@ def listed(values: Iterable[object], limit: int = 8, total: int | None = None, s
 
 
 def plural(count: int, noun: str) -> str:
-    """``1 rank``, ``2 ranks``."""
+    """A count with its noun, with an "s" for all counts but 1: ``1 rank``, ``2 ranks``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
