@@ -213,8 +213,8 @@ class Triage:
         if not by_gradients_alone or (now and not foreign_skip):
             return severity, ()
         text = (
-            "gradients were non-finite in backward and somebody has dealt with them, so the step goes on; "
-            "if that is a GradScaler, pass scaler= (this is said once)"
+            "gradients were non-finite in backward, but no update uses them (other code has made them finite or "
+            "skips the update), so the step goes on; if that is a GradScaler, pass scaler= (said once)"
         )
         return Severity.LOSS if loss else Severity.CLEAN, self._once(text, text)
 

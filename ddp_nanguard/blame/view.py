@@ -16,7 +16,7 @@ from ddp_nanguard.tensors.minmax import kind_of
 LAST_MICRO_BATCH = (1 << 15) - 1
 """Stands for the end of the window in sort keys; micro-batches beyond it are sorted as if they were this one."""
 # the widths of `RankedSite.key`: 61 bits with its two flags, so that an int64 MIN all-reduce can carry it
-_ORDER_BITS, _PHASE_BITS, _MICRO_BATCH_BITS, _RANK_BITS = 22, 3, 16, 18
+_ORDER_BITS, _PHASE_BITS, _MICRO_BATCH_BITS, _RANK_BITS = 20, 3, 16, 20
 
 
 @dataclass(frozen=True)

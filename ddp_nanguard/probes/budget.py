@@ -261,7 +261,7 @@ class Budget:
 
     def _text(self, share: float) -> str:
         what = f"budget={self.limit:g}: the probes took {self._first_share:.1%} of a step on the slowest rank"
-        now = f"watched from now on: {self.level} ({share:.1%})" if self.level_index else "nothing is left to thin out"
+        now = f"watched from now on: {self.level} ({share:.1%})" if self.level_index else "no level is cheaper"
         if share <= (self.limit or 0.0):
             return f"{what}; {now}; replay --trace gives the finer answer, budget=None watches everything"
         return f"{what}; {now}: the rest is the check itself; budget=None watches everything"

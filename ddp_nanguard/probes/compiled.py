@@ -23,8 +23,8 @@ from torch import Tensor
 
 from .slots import SlotBuffer
 
-What = Literal["taken", "given", "taken gradient", "given gradient"]
-ACCUMULATED: tuple[What, ...] = ("taken", "given", "taken gradient", "given gradient")
+Accumulated = Literal["input", "output", "input gradient", "output gradient"]
+ACCUMULATORS: tuple[Accumulated, ...] = ("input", "output", "input gradient", "output gradient")
 """The four accumulators of a module in their order in memory: inputs, outputs, and the gradients of each."""
 
 _REDUCIBLE = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
@@ -36,12 +36,12 @@ class CompiledSource(NamedTuple):
     Attributes:
         layer: clean name of the module.
         micro_batch: index in the step.
-        what: ``taken`` are its inputs, ``given`` its outputs.
+        what: all inputs, all outputs, or the gradients of either.
     """
 
     layer: str
     micro_batch: int
-    what: What
+    what: Accumulated
 
 
 class MinMaxAccumulators(NamedTuple):
@@ -86,7 +86,7 @@ class CompiledSlots:
 
     def move_to(self, slots: SlotBuffer, micro_batch: int) -> None:
         """Copy what a micro-batch accumulated into ``slots`` and empty the accumulators. Two kernels, no host read."""
-        sources = [CompiledSource(layer, micro_batch, what) for layer in self.layers for what in ACCUMULATED]
+        sources = [CompiledSource(layer, micro_batch, what) for layer in self.layers for what in ACCUMULATORS]
         slots.fill(self._values.view(-1, 2), sources)
         self._values.copy_(self._empty)
 

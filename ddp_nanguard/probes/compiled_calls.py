@@ -17,10 +17,10 @@ from ddp_nanguard.tensors.minmax import kind_of
 
 from .backward import GradientHook
 from .calls import ModuleCall, TensorRecord
-from .compiled import CompiledSource, What
+from .compiled import Accumulated, CompiledSource
 from .slots import SlotRole, SlotStats
 
-Rows = dict[str, dict[What, SlotStats]]
+Rows = dict[str, dict[Accumulated, SlotStats]]
 """By layer, its slots of one micro-batch; a layer that did not run has none."""
 
 
@@ -130,8 +130,8 @@ class _CompiledRegion:
         call, row = self._calls[layer], self._rows[layer]
         found: list[tuple[bool, SlotStats]] = []
         cause: TensorRecord | None = None
-        is_bad = self._is_bad(layer, "taken")
-        if "taken" in row and not call.inputs:
+        is_bad = self._is_bad(layer, "input")
+        if "input" in row and not call.inputs:
             call.takes_tensors = True
             cause = self._source_of_bad_input(call) if is_bad else None
             # a bad input is the tensor that another call returned, not one of its own, and then needs no slot
@@ -139,9 +139,9 @@ class _CompiledRegion:
             call.inputs.append(record)
             record.consumers.append(call)
             if cause is None:
-                found.append((False, _stats(row["taken"], record)))
-        if "given" in row and isinstance(call, CompiledModuleCall):
-            found.append((is_bad, _stats(row["given"], self._output(call))))
+                found.append((False, _stats(row["input"], record)))
+        if "output" in row and isinstance(call, CompiledModuleCall):
+            found.append((is_bad, _stats(row["output"], self._output(call))))
         return found
 
     def _output(self, call: ModuleCall) -> TensorRecord:
@@ -158,7 +158,7 @@ class _CompiledRegion:
         if parent is None:
             return None
         for sibling in parent.children:
-            is_first = self._is_bad(sibling.layer, "given") and not self._is_bad(sibling.layer, "taken")
+            is_first = self._is_bad(sibling.layer, "output") and not self._is_bad(sibling.layer, "input")
             if is_first and sibling is not call:
                 return self._output(sibling)
             outside = [output for output in sibling.outputs if id(output) in self._bad_outside]
@@ -167,7 +167,7 @@ class _CompiledRegion:
         outside = [record for record in parent.inputs if id(record) in self._bad_outside]
         if outside:
             return outside[0]
-        is_taken = self._is_bad(parent.layer, "taken") and bool(parent.inputs)
+        is_taken = self._is_bad(parent.layer, "input") and bool(parent.inputs)
         return parent.inputs[0] if is_taken else None
 
     # -- gradients ---------------------------------------------------------------------------------------------------
@@ -175,13 +175,13 @@ class _CompiledRegion:
     def _gradients(self, layer: str) -> list[tuple[bool, SlotStats]]:
         call, row = self._calls[layer], self._rows[layer]
         found: list[tuple[bool, SlotStats]] = []
-        if "given gradient" in row and isinstance(call, CompiledModuleCall):
-            is_explained = self._is_bad(layer, "given gradient") and self._gradient_came_in_bad(call)
-            found.append((is_explained, _gradient(row["given gradient"], self._output(call))))
-        if "taken gradient" in row:
+        if "output gradient" in row and isinstance(call, CompiledModuleCall):
+            is_explained = self._is_bad(layer, "output gradient") and self._gradient_came_in_bad(call)
+            found.append((is_explained, _gradient(row["output gradient"], self._output(call))))
+        if "input gradient" in row:
             record = CompiledTensorRecord(call, "input")
             record.consumers.append(call)
-            found.append((self._is_bad(layer, "given gradient"), _gradient(row["taken gradient"], record)))
+            found.append((self._is_bad(layer, "output gradient"), _gradient(row["input gradient"], record)))
         return found
 
     def _gradient_came_in_bad(self, call: ModuleCall) -> bool:
@@ -190,13 +190,13 @@ class _CompiledRegion:
         if parent is None:
             return False
         is_from_sibling = any(
-            self._is_bad(other.layer, "taken gradient") and not self._is_bad(other.layer, "given gradient")
+            self._is_bad(other.layer, "input gradient") and not self._is_bad(other.layer, "output gradient")
             for other in parent.children
             if other is not call
         )
-        return is_from_sibling or self._is_bad(parent.layer, "given gradient") or id(parent) in self._fed_bad_gradients
+        return is_from_sibling or self._is_bad(parent.layer, "output gradient") or id(parent) in self._fed_bad_gradients
 
-    def _is_bad(self, layer: str, what: What) -> bool:
+    def _is_bad(self, layer: str, what: Accumulated) -> bool:
         stats = self._rows.get(layer, {}).get(what)
         return stats is not None and _kind(stats) is not None
 

@@ -183,8 +183,8 @@ def _slot_views(values: Tensor) -> list[tuple[Tensor, Tensor]]:
     return [(row[0], row[1]) for row in values.unbind()]
 
 
-class Meter(Protocol):
-    """What a probe calls in a step whose probes are timed; see `probes.budget.Meter`."""
+class ProbeMeter(Protocol):
+    """What a probe calls in a step whose probes are timed; `probes.budget.Meter` implements it."""
 
     def run(self, probe: Callable[..., _T], *args: Any) -> _T:
         """Call ``probe(*args)``, add its time and return its result."""
@@ -237,7 +237,7 @@ class SlotBuffer:
 
         # - Set from outside: most jobs compile nothing and are past their measured steps
         self.expand_compiled: Callable[[list[SlotStats]], list[SlotStats]] = _as_they_are
-        self.meter: Meter | None = None
+        self.meter: ProbeMeter | None = None
 
         # - The ring of clean steps: a step takes the position of the one that is `history` steps older
         self.history = history

@@ -16,7 +16,7 @@ from .slots import SlotBuffer, SlotRole
 _NEVER_INFINITE = frozenset({"lr", "weight_decay", "momentum", "dampening", "eps", "betas", "alpha", "rho", "lr_decay"})
 
 StateKind = Literal["parameter", "buffer", "optimizer state", "hyper-parameter"]
-When = Literal["before", "update", "written", "doomed"]
+When = Literal["before", "update", "written", "before broadcast"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ class StateSource:
     Attributes:
         kind: which of these.
         name: clean name; for optimizer state ``<parameter>.<key>``, for hyper-parameters ``g0.lr``.
-        when: ``before`` the step, after an ``update``, ``written`` by the forward (buffers), or ``doomed``: before DDP
-            overwrites a buffer with rank 0's.
+        when: ``before`` the step, after an ``update``, ``written`` by the forward (buffers), or ``before
+            broadcast`` of the buffers, by which DDP overwrites this rank's with rank 0's.
     """
 
     kind: StateKind
@@ -129,7 +129,7 @@ class StateProbe:
 
     def probe_buffers_before_broadcast(self) -> None:
         """Reduce the buffers that DDP is about to overwrite with rank 0's: a bad one is a warning, no trigger."""
-        self._probe("buffer", "doomed", iter(self._named_buffers()))
+        self._probe("buffer", "before broadcast", iter(self._named_buffers()))
 
     def probe_buffers_before_first_step(self) -> None:
         """Reduce the buffers before the first step; a second call does nothing."""
@@ -174,7 +174,9 @@ class StateProbe:
         return bad
 
     def _probe(self, kind: StateKind, when: When, named: Iterator[tuple[str, Tensor]]) -> None:
-        role = SlotRole.WARN if when == "doomed" else (SlotRole.BUFFER if kind == "buffer" else SlotRole.STATE)
+        role = (
+            SlotRole.WARN if when == "before broadcast" else (SlotRole.BUFFER if kind == "buffer" else SlotRole.STATE)
+        )
         sources = self._sources.setdefault((kind, when), {})
         for name, tensor in named:
             if name not in sources:
