@@ -16,7 +16,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from . import ddp, fsdp1, fsdp2, plain
-from .base import GradientWatch, OnGradient, Wrapper, class_name, compiled_modules, inner_of, is_compiled, paths
+from .base import GradientWatch, OnGradient, Wrapper
+from .clean_names import class_name, compiled_modules, inner_of, is_compiled, paths
 
 __frame_role__ = "probe"  # see `hooks.frames`
 

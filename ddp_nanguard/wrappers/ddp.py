@@ -16,7 +16,8 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from ddp_nanguard.tensors.dtypes import dtype_name, dtype_named
 
-from .base import Wrapper, inner_of
+from .base import Wrapper
+from .clean_names import inner_of
 
 _HOOKS = {hook.__name__: hook for hook in (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook)}
 _HOOKS["bf16_compress_hook"] = default_hooks.bf16_compress_hook

@@ -37,7 +37,8 @@ from ddp_nanguard.hooks.weak import WeakHook
 from ddp_nanguard.tensors.dtypes import dtype_name, dtype_named
 from ddp_nanguard.tensors.shards import TensorShard
 
-from .base import GradientWatch, OnGradient, ShardedWrapper, join, paths
+from .base import GradientWatch, OnGradient, ShardedWrapper
+from .clean_names import join, paths
 from .plain import PlainWrapper
 
 _DTYPES = ("param_dtype", "reduce_dtype", "buffer_dtype")

@@ -27,7 +27,8 @@ from torch.utils.hooks import RemovableHandle
 from ddp_nanguard.hooks.weak import WeakHook
 from ddp_nanguard.tensors.dtypes import dtype_name, dtype_named
 
-from .base import GradientWatch, OnGradient, ShardedWrapper, class_name, join, paths
+from .base import GradientWatch, OnGradient, ShardedWrapper
+from .clean_names import class_name, join, paths
 from .plain import PlainWrapper
 
 PENDING_BYTES = 2**22
