@@ -110,7 +110,7 @@ def _problem(config: DrillConfig) -> str | None:
     if not config.command:
         return "drill needs a command: ddp-nanguard drill -- torchrun --nproc-per-node 2 train.py ..."
     if shutil.which(config.command[0]) is None and config.command[0] != "torchrun":
-        return f"there is no command {config.command[0]!r}"
+        return f"there is no command {config.command[0]!r}; give what starts the job: -- torchrun ... train.py"
     if config.layer is not None and set(config.phases) <= set(WITHOUT_LAYER):
         return f"option layer={config.layer!r}: phase {config.phases[0]} belongs to no layer; leave it out"
     return None

@@ -135,7 +135,7 @@ def _rows(event: Event, size: int | None) -> str:
     if event.num_rows is None:
         return ""
     shown = listed(event.rows, total=event.num_rows)
-    return f"; rows {shown} of {size} in the batch" if event.num_rows < (size or 0) else "; all rows of the batch"
+    return f"; index {shown} in the batch of {size}" if event.num_rows < (size or 0) else "; all rows of the batch"
 
 
 def _path(traced: Traced) -> list[str]:

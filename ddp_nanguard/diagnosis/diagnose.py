@@ -79,7 +79,9 @@ def without_replay(dump: Dump, outcome: Result | None, why: str) -> Diagnosis:
     """
     reason = reason_for(facts_of(dump, None, None))
     if reason.kind == "unknown":
-        reason = replace(reason, evidence=(*reason.evidence, f"the report says: {dump.report.cause}"))
+        reason = replace(
+            reason, evidence=(*reason.evidence, f"the report says: {dump.report.cause}; a replay finds more")
+        )
     return Diagnosis(outcome, None, reason, why)
 
 

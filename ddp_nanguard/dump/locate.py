@@ -39,5 +39,8 @@ def directory_of(path: Path) -> Path:
     whole = [dump for _, dump in place.dumps_in(path) if place.is_whole(dump)]
     if len(whole) == 1:
         return whole[0]
-    have = f"holds {len(whole)} dumps" if whole else "holds no whole dump"
-    raise DumpError(f"{path} is no dump but {have}; give one of them, see: ddp-nanguard list {path}")
+    if whole:
+        raise DumpError(f"{path} holds {len(whole)} whole dumps; give one of them, see: ddp-nanguard list {path}")
+    raise DumpError(
+        f"{path} is no dump and holds none that is whole: there is no {MANIFEST}, see: ddp-nanguard list {path}"
+    )

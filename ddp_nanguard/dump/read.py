@@ -138,7 +138,7 @@ class Dump:
     def _rank(self, rank: int) -> Path:
         if rank in self._rank_paths:
             return self._rank_paths[rank]
-        have = f"it has {ranges_text(self.ranks)} of {self.world_size} ranks"
+        have = f"of world_size={self.world_size} it has rank {ranges_text(self.ranks) or 'none'}"
         if rank in range(self.world_size):
             raise DumpError(
                 f"{self.path} holds nothing of rank {rank}; {have}; give the directories of the other nodes too"

@@ -58,9 +58,13 @@ def load_recipe(name: str, directory: str | None, *, loaded: bool = False) -> Re
         module = _loaded(module_name, directory) if loaded else None
         if module is None:
             module = _from_file(module_name) if module_name.endswith(".py") else _by_name(module_name, directory)
-        function = getattr(module, function_name)
     except (ImportError, AttributeError, OSError) as error:
         raise DumpError(f'recipe {name!r} cannot be imported ({error}); give --recipe "module:function"') from error
+    function = getattr(module, function_name, None)
+    if function is None:
+        raise DumpError(
+            f'recipe {name!r}: {module_name} has no function {function_name!r}; give --recipe "module:function"'
+        )
     try:
         recipe = function()
     except Exception as error:

@@ -99,10 +99,11 @@ def _inline_code_text(site: Site) -> str:
     assert site.inline_code is not None
     span, kind = site.inline_code, KIND_WORDS[site.kind]
     code = f"code of {layer_text(span.layer)}" if span.layer is not None else "code of the training step"
-    # backward runs through a module's code from its end to its start
-    start, end = ("its end", "its start") if site.phase is Phase.BACKWARD else ("its start", "its end")
-    after = start if span.after is None or span.after == span.layer else layer_text(span.after)
-    before = end if span.before is None or span.before == span.layer else layer_text(span.before)
-    ends = "" if span.after is None and span.before is None else f", between {after} and {before}"
+    # in the order in which it ran: in backward, what comes after a layer stands before it in the code
+    ends = [
+        f"{word} {layer_text(name)}"
+        for word, name in (("after", span.after), ("before", span.before))
+        if name is not None and name != span.layer
+    ]
     noun = "gradient" if site.phase is Phase.BACKWARD else "value"
-    return f"{code}{ends}: a {kind} {noun} that no watched layer made"
+    return " ".join([code, " and ".join(ends)]).rstrip() + f": a {kind} {noun} that no watched layer made"

@@ -65,7 +65,7 @@ def _evidence(origin: Site | None) -> str:
     if origin.phase is Phase.OPTIMIZER and origin.layer is None:
         return "a number in the optimizer's parameter groups"
     if evidence is None:
-        return "seen in the tensor's minimum and maximum; it has been freed since"
+        return "in the minimum and maximum of a tensor that has been freed since, so nothing is counted"
     counts = f"{evidence.num_nan} NaN, {evidence.num_inf} Inf, {evidence.num_neg_inf} -Inf of {evidence.numel}"
     first = f", first at {list(evidence.first)}" if evidence.first is not None else ""
     largest = f"; largest finite {evidence.largest_finite:.3g}" if evidence.largest_finite is not None else ""

@@ -97,7 +97,7 @@ def test_node_local_directories(tmp_path, occupied):
     alone = open_dump(results[1].path)
     assert alone.ranks == [1] and alone.missing_ranks == [0]
     with pytest.raises(
-        DumpError, match="holds nothing of rank 0; it has 1 of 2 ranks; give the directories of the other"
+        DumpError, match="holds nothing of rank 0; of world_size=2 it has rank 1; give the directories of the other"
     ):
         alone.window(0)
     with pytest.raises(DumpError, match=r"lacks parts of 'model.w': ranks 0 are not here"):

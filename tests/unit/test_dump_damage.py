@@ -78,11 +78,11 @@ def test_no_dump(tmp_path, path):
     empty.mkdir()
     assert (
         refused(empty)
-        == f"{empty} is no dump but holds no whole dump; give one of them, see: ddp-nanguard list {empty}"
+        == f"{empty} is no dump and holds none that is whole: there is no manifest.json, see: ddp-nanguard list {empty}"
     )
     assert open_dump(tmp_path).path == path, "a dump_dir with one dump will do"
     write_dump(request(tmp_path, step=8))
-    assert "holds 2 dumps" in refused(tmp_path)
+    assert "holds 2 whole dumps" in refused(tmp_path)
 
 
 def test_parts_of_different_dumps(tmp_path, path):

@@ -186,7 +186,7 @@ def test_unknown_names_and_ranks(path):
     with pytest.raises(DumpError, match=r"holds no tensor 'model.v'; the recipe must build the model of the run"):
         dump.load_state(["model.v"])
     for read in (dump.window, dump.evidence, dump.history, lambda rank: dump.load_state(rank=rank)):
-        with pytest.raises(DumpError, match=r"has no rank 3; it has 0 of 1 ranks"):
+        with pytest.raises(DumpError, match=r"has no rank 3; of world_size=1 it has rank 0"):
             read(3)
 
 

@@ -283,7 +283,7 @@ def test_a_batch_changed_in_place_is_the_same_only_from_a_copy(
         ("other_random_recipe", 3, "first different"),
         ("wide_recipe", 2, "shape"),
         ("no_recipe", 2, "Recipe"),
-        ("missing", 2, "cannot be imported"),
+        ("missing", 2, "has no function 'missing'"),
     ],
 )
 def test_another_recipe(name: str, code: int, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
