@@ -15,10 +15,12 @@ from ddp_nanguard.capture.rng import capture
 from ddp_nanguard.capture.window import MicroBatch
 from ddp_nanguard.config import GuardConfig
 from ddp_nanguard.dump import DumpRequest, write_dump
+from ddp_nanguard.dump.history import SERIES
 from ddp_nanguard.dump.manifest import settings
 from ddp_nanguard.dump.rank_records import Device, RankEvidence
 from ddp_nanguard.dump.records import WrapperDescription
 from ddp_nanguard.dump.request import no_plain_state
+from ddp_nanguard.report.slot_key import SlotKey
 from ddp_nanguard.report.types import Evidence, FaultReport, Phase, Site
 from ddp_nanguard.tensors.shards import TensorShard
 
@@ -73,6 +75,17 @@ def window() -> list[MicroBatch]:
     return [MicroBatch(0, batch, capture(), {"loss": torch.tensor(float("nan"))}, ["['x']"], {"scale": 2.0**16})]
 
 
+def history() -> dict[str, np.ndarray[Any, Any]]:
+    """Of two clean steps without slots, and of a fault in a layer whose name is a path."""
+    labels = np.array([SlotKey(Phase.FORWARD, 0, "layers/2|a", 1, "output", 1).to_label()])
+    numbers = dict.fromkeys(SERIES, np.array([1.0, np.nan]))
+    slots = {f"step.{step}.{part}": empty for step in (5, 6) for part, empty in _NO_SLOTS.items()}
+    return {"steps": np.array([5, 6]), **numbers, **slots, "fault.labels": labels, "fault.values": np.zeros((1, 2))}
+
+
+_NO_SLOTS = {"labels": np.array([], dtype=np.str_), "values": np.zeros((0, 2))}
+
+
 def request(dump_dir: Any, *, rank: int = 0, world_size: int = 1, step: int = 7, **changes: Any) -> DumpRequest:
     """A whole request of one rank; ``options`` go to `GuardConfig`, everything else to `DumpRequest`."""
     options = {"dump_dir": str(dump_dir), **changes.pop("options", {})}
@@ -82,7 +95,7 @@ def request(dump_dir: Any, *, rank: int = 0, world_size: int = 1, step: int = 7,
         "state": [TensorShard.whole("model.w", random_tensor("w", (5, 3), torch.float32))],
         "window": window(),
         "buffers": {"bn.running_mean": torch.arange(3.0)},
-        "history": {"loss": np.array([1.0, np.nan]), "layers/2": np.zeros((2, 2))},
+        "history": history(),
         "evidence": RankEvidence(rank, step, settings(), "host", Device("cpu"), (site(rank),)),
         "wrapper": WrapperDescription.from_dict({"kind": "ddp", "compiled": False}),
         "plain_state": {**no_plain_state(), "registered": {"lr": 0.1, "betas": (0.9, nan), "step": torch.tensor(3)}},

@@ -30,6 +30,7 @@ from .format import (
     read_arrays,
     read_tensors,
 )
+from .history import require_history
 from .json_files import AGAIN, MAX_CONTENT_BYTES, well_formed
 from .locate import Paths, as_paths, directory_of
 from .manifest import read_plain_state
@@ -162,9 +163,15 @@ class Dump:
         return read_record(self._rank(rank), EVIDENCE, RankEvidence)
 
     def history(self, rank: int) -> dict[str, np.ndarray[Any, Any]]:
-        """Minima and maxima per slot of a rank's last steps, and their loss and gradient norm; arrays by name."""
-        self._rank_file(rank, HISTORY)
-        return read_arrays(self._rank(rank), HISTORY)
+        """Minima and maxima per slot of a rank's last steps, and their loss and gradient norm; arrays by name.
+
+        Raises:
+            DumpError: the file is missing or damaged, or holds something else.
+        """
+        path = self._rank_file(rank, HISTORY)
+        arrays = read_arrays(self._rank(rank), HISTORY)
+        require_history(path, arrays)
+        return arrays
 
     def window(self, rank: int, types: Types | None = None, device: torch.device | None = None) -> list[MicroBatch]:
         """A rank's micro-batches, unpacked anew at each call.

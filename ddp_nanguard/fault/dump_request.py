@@ -19,6 +19,7 @@ from ddp_nanguard.blame.report import not_checked
 from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.capture.window import MicroBatch
 from ddp_nanguard.context import GuardContext
+from ddp_nanguard.dump.history import FAULT, step_prefix
 from ddp_nanguard.dump.manifest import settings
 from ddp_nanguard.dump.rank_records import CompiledLayers, Device, InjectedFault, RankEvidence
 from ddp_nanguard.dump.records import TensorShape, WrapperDescription
@@ -206,13 +207,13 @@ def device_of(device: torch.device) -> Device:
     return Device("cuda", device.index, properties.name, str(properties.uuid))
 
 
-def history_of(context: GuardContext, readings_now: list[SlotStats]) -> dict[str, np.ndarray[Any, Any]]:
+def history_of(context: GuardContext, slots_now: list[SlotStats]) -> dict[str, np.ndarray[Any, Any]]:
     """Slots of the last steps and of this one: ``step.<n>.labels`` (text), ``step.<n>.values`` (min, max)."""
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     steps = [(past.step, past.slot_stats()) for past in context.slots.past()]
     for step, slot_stats in steps:
-        _add_slots(arrays, f"step.{step}", slot_stats)
-    _add_slots(arrays, "fault", readings_now)
+        _add_slots(arrays, step_prefix(step), slot_stats)
+    _add_slots(arrays, FAULT, slots_now)
     arrays["steps"] = np.array([step for step, _ in steps], dtype=np.int64)
     arrays["loss"] = np.array([_loss(slot_stats) for _, slot_stats in steps], dtype=np.float64)
     arrays["gradient_norm"] = np.array([_norm(slot_stats) for _, slot_stats in steps], dtype=np.float64)

@@ -1,4 +1,4 @@
-"""The form of a dump's JSON files, in lines: ``python -m tests.golden.forms`` writes it for a new `SCHEMA_VERSION`.
+"""The form of the files of a dump, in lines: ``python -m tests.golden.forms`` writes it for a new `SCHEMA_VERSION`.
 
 What records declare, and what is found in the golden dump. A form that is written is never written over: a dump of that
 version may lie on somebody's disk.
@@ -9,10 +9,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import re
 import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import numpy as np
 
 from ddp_nanguard.dump.rank_records import PlainState, RankEvidence, RankFileList, UnpackedState, WindowContent, Writer
 from ddp_nanguard.dump.records import SCHEMA_VERSION, Manifest
@@ -38,6 +41,7 @@ FOUND = (
     "state.json",
     "writer.json",
 )
+HISTORY = "rank-*/history.npz"
 NAMES = {types.NoneType: "null", Any: "any", ...: "any number"}
 
 
@@ -55,7 +59,17 @@ def form(dump: Path) -> str:
         values = [json.loads(file.read_text()) for file in sorted(dump.glob(pattern))]
         found = [line for value in values for line in _found(value, "")]
         lines += [f"# {pattern}, found", *sorted(set(found))]
+    lines += [f"# {HISTORY}, found", *sorted(_arrays(dump))]
     return "\n".join(lines) + "\n"
+
+
+def _arrays(dump: Path) -> set[str]:
+    """Names, kinds of dtype and dims of the arrays; numbers of steps are left open."""
+    found = set()
+    for file in sorted(dump.glob(HISTORY)):
+        with np.load(file) as archive:
+            found |= {f"{re.sub(r'[0-9]+', '*', n)}: {archive[n].dtype.kind}, {archive[n].ndim} dims" for n in archive}
+    return found
 
 
 def _declared(kind: Any, path: str) -> Iterator[str]:

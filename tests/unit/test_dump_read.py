@@ -17,9 +17,10 @@ from ddp_nanguard.capture.rng import restore
 from ddp_nanguard.dump import format as dump_format
 from ddp_nanguard.dump import open_dump, rank_files, write_dump
 from ddp_nanguard.dump import state as state_module
+from ddp_nanguard.dump.history import SERIES
 from ddp_nanguard.errors import DumpError
 from ddp_nanguard.tensors.shards import TensorShard
-from tests.dump_requests import DTYPES, bytes_of, random_tensor, report, request
+from tests.dump_requests import DTYPES, bytes_of, history, random_tensor, report, request
 
 
 @pytest.fixture
@@ -55,7 +56,8 @@ def test_every_file_opens_with_its_plain_reader(path):
                 assert [tensors.get_tensor(name) for name in tensors.keys()]  # noqa: SIM118  # no dict
         elif file.suffix == ".npz":
             with np.load(file, allow_pickle=False) as arrays:
-                assert {name: arrays[name].shape for name in arrays.files} == {"loss": (2,), "layers/2": (2, 2)}
+                shapes = {name: arrays[name].shape for name in arrays.files if "." not in name}
+                assert shapes == dict.fromkeys(("steps", *SERIES), (2,))
         elif file.is_file():
             assert file.suffix == ".txt" and file.read_text()
 
@@ -179,6 +181,26 @@ def test_load_into(path):
     assert bytes_of(target["model.w"]) == bytes_of(random_tensor("w", (5, 3), torch.float32))
     with pytest.raises(DumpError, match=r"model.w has shape \(5, 3\), the model's has \(3,\); the recipe must build"):
         dump.load_into({"model.w": torch.zeros(3)})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"fault.values": None}, "array 'fault.values' is missing"),
+        ({"steps": None}, "array 'steps' is missing"),
+        ({"steps": np.array([5, 6, 7])}, "array 'loss' is float64 (2,)"),
+        ({"loss": np.array(["1", "2"])}, "array 'loss' is <U1 (2,)"),
+        ({"steps": np.array([5.0, 6.0])}, "array 'steps' is float64 (2,)"),
+        ({"fault.labels": np.array(["forward"])}, "array 'fault.labels': 'forward' is no label of a slot"),
+        ({"fault.labels": np.array(["forward|x|a|1|output|1"])}, "array 'fault.labels': "),
+    ],
+)
+def test_a_history_that_is_none(path, change, said):
+    arrays = {name: array for name, array in {**history(), **change}.items() if array is not None}
+    np.savez(path / "rank-00000" / "history.npz", **arrays)
+    with pytest.raises(DumpError) as caught:
+        open_dump(path, verify=False).history(0)
+    assert said in str(caught.value) and str(caught.value).endswith("; copy the dump again from where it was written")
 
 
 def test_unknown_names_and_ranks(path):
