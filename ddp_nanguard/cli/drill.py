@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ddp_nanguard.config import ENV_INJECT, ENV_PREFIX, GuardConfig
 from ddp_nanguard.errors import DumpError
 from ddp_nanguard.inject.spec import IN_PARAMETERS, WITHOUT_LAYER
+from ddp_nanguard.report.types import Phase
 
 from .arguments import WRONG_USAGE
 from .drill_job import ENV_DRILL_ID, LAUNCHERS, JobResult, kill_all, num_processes, run_job
@@ -148,7 +149,7 @@ def _environment(directory: Path, phase: str, text: str) -> dict[str, str]:
     names |= {f"{ENV_PREFIX}ON_LOSS": "stop", f"{ENV_PREFIX}REDACT": "0", f"{ENV_PREFIX}BUDGET": "none"}
     # Processes of the job are found by this variable, also those whose parent has ended.
     names[ENV_DRILL_ID] = uuid.uuid4().hex
-    if phase == "optimizer":
+    if phase == Phase.OPTIMIZER:
         # Without the weights from before the update there is nothing to replay it from.
         names |= {f"{ENV_PREFIX}KEEP_PREVIOUS": "1", f"{ENV_PREFIX}VERDICT": "sync"}
     kept = environment_without_job()
@@ -218,12 +219,12 @@ def _named(dump: Dump, spec: dict[str, Any]) -> Check:
         planned["micro_batch"] = None
     report = dump.report
     origin = report.origin.to_dict() if report.origin is not None else {}
-    if spec["phase"] == "reduce":
+    if spec["phase"] == Phase.REDUCE:
         origin["rank"] = report.holders[0] if len(report.holders) == 1 else None
     wrong = [
         f"{key} {origin.get(key)!r} instead of {value!r}"
         for key, value in planned.items()
-        if origin.get(key) != value and not (key == "kind" and spec["phase"] == "backward" and value != "nan")
+        if origin.get(key) != value and not (key == "kind" and spec["phase"] == Phase.BACKWARD and value != "nan")
     ]
     place = [f"rank {planned['rank']}", f"step {planned['step']}", planned["phase"], planned["layer"] or ""]
     return Check("named exactly", not wrong, "; ".join(wrong) or " · ".join(filter(None, place)))
@@ -250,7 +251,7 @@ def _replayed(dump: Dump, config: DrillConfig, environment: dict[str, str]) -> C
             "the replay is the same", None, 'not checked: no recipe; give NanGuard(..., replay="module:function")'
         )
     # A fault of the reduce comes from several ranks, so all of them replay.
-    is_together = dump.report.origin is not None and dump.report.origin.phase == "reduce"
+    is_together = dump.report.origin is not None and dump.report.origin.phase is Phase.REDUCE
     name = "the replay is the same"
     command = [sys.executable, "-m", "ddp_nanguard", "replay", str(dump.path), "--json"]
     if is_together:

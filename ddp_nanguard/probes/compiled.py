@@ -110,7 +110,7 @@ def is_compiled_alone() -> bool:
     return translator.f_globals["__name__"].startswith(f"{__package__}.") and not translator.one_graph
 
 
-is_compiled_alone._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as `assume_constant_result` does
+is_compiled_alone._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as ``assume_constant_result`` does
 
 
 def is_transformed() -> bool:

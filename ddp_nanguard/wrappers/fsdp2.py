@@ -3,7 +3,7 @@
 [Note: FSDP2 gradients] The optimizer holds sharded DTensors, whose ``.grad`` appears only after the reduce. Autograd
 accumulates into the unsharded parameter, one object per parameter for the whole run, made by the first all-gather. It
 is hooked in a forward pre-hook of the module that `fully_shard` was called on, after FSDP's own: the parameter's own
-module may never be called (a `ParameterList`, the output projection of attention, a tied weight).
+module may never be called (a `torch.nn.ParameterList`, the output projection of attention, a tied weight).
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import functools
+import pkgutil
 import re
 from pathlib import Path
 
@@ -80,3 +83,39 @@ def test_the_page_on_dumps_has_every_key() -> None:
     declared = [line for section in sections if "declared" in section[:60] for line in section.splitlines()[1:] if line]
     keys = {part.strip("?[]{}") for line in declared for part in re.split(r"[:,]", line)[0].split(".")} - {"", "*"}
     assert not {key for key in keys if not re.search(rf"\b{re.escape(key)}\b", page)}
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_names_in_docstrings_and_comments_are_there(path: Path) -> None:
+    named = re.findall(r"(?<!`)`([A-Za-z_][\w.]*)`(?!`)", path.read_text())
+    assert not {name for name in named if not (_is_ours(name) or _is_of_a_library(name))}
+
+
+def _is_ours(name: str) -> bool:
+    """Whether the package has each part of the name, and a module where it speaks of one."""
+    module, _, last = name.removeprefix("ddp_nanguard.").rpartition(".")
+    is_module = any(f".{each}".endswith(f".{module}") for each in _modules())
+    return last in _identifiers() and (is_module or all(part in _identifiers() for part in module.split(".") if part))
+
+
+@functools.cache
+def _modules() -> frozenset[str]:
+    paths = [path.relative_to(PACKAGE).with_suffix("").parts for path in PACKAGE.rglob("*.py")]
+    return frozenset(".".join(parts) for parts in [*paths, *(parts[:-1] for parts in paths)])
+
+
+@functools.cache
+def _identifiers() -> frozenset[str]:
+    names = {part for module in _modules() for part in module.split(".")}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names |= {value for key, value in ast.iter_fields(node) if key in ("name", "id", "attr", "arg") and value}
+    return frozenset(names)
+
+
+def _is_of_a_library(name: str) -> bool:
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return "." in name

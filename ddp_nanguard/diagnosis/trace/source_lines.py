@@ -178,7 +178,7 @@ def stack_of(frame: FrameType | None) -> Stack:
         if frame.f_code.co_name == "_engine_run_backward":
             kinds.add(FrameKind.ENGINE)
             break
-        # Wrappers that keep a function from being compiled lie in that file too; only `compile_wrapper` runs compiled
+        # Wrappers that keep a function from being compiled lie in that file too; only ``compile_wrapper`` runs compiled
         # code.
         if kind is not FrameKind.COMPILED or frame.f_code.co_name == "compile_wrapper":
             kinds.add(kind)
