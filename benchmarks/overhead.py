@@ -8,11 +8,10 @@ One process group, one thread per rank. Per model and wrapper all columns are bu
 each round every column makes two steps with its watch and two with all of it taken off, of the same model in the same
 memory and on the same batch, one kind around the other, each behind a barrier; which is outside alternates. A figure is
 the median of the ratios of these pairs, with quartiles over all of them and the medians of each run. Peers take turns,
-one per round. The
-processor time of the training thread, summed over ranks, is compared likewise: it says less about waiting, and is not
-disturbed by other jobs on the machine. `--compiled` measures compiled models instead, whose hooks cannot be taken off:
-the other step of a pair is that of a second model; compiling takes longer than measuring. `--counts` measures next to
-nothing and asserts what can be counted.
+one per round. The processor time of the training thread, summed over ranks, is compared likewise: it says less about
+waiting, and is not disturbed by other jobs on the machine. `--compiled` measures compiled models instead, whose hooks
+cannot be taken off: the other step of a pair is that of a second model; compiling takes longer than measuring.
+`--counts` measures next to nothing and asserts what can be counted.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
 [Note: where a value begins]
 An operator produces a non-finite value where its output is worse than everything it was given; -Inf, +Inf, NaN, worst
-last. A number of the user's code written into a tensor (``masked_fill`` with -inf) is a ``constant``.
-A value made out of -inf begins at the operator that made it if that -inf is a mask: a constant, or a value from outside
-the step. Only non-finite values are recorded: an operator with finite outputs costs one pass over them and leaves
-nothing behind.
+last. A number of the user's code written into a tensor (``masked_fill`` with -inf) is a ``constant``. A value made out
+of -inf begins at the operator that made it if that -inf is a mask: a constant, or a value from outside the step. Only
+non-finite values are recorded: an operator with finite outputs costs one pass over them and leaves nothing behind.
 
 [Note: lines of backward]
 Autograd numbers the nodes of a graph in the order of the forward. For each forward operator the trace records its line
