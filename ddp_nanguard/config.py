@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -186,8 +187,12 @@ def _environment() -> Mapping[str, str]:
     return {} if _is_ignored.get() else os.environ
 
 
+# evaluating annotations takes a millisecond, and each guard asks for the type of every option
+_annotations = functools.cache(typing.get_type_hints)
+
+
 def _annotation(cls: type, name: str) -> Any:
-    return typing.get_type_hints(cls)[name]
+    return _annotations(cls)[name]
 
 
 def _frozen(value: Any) -> Any:
@@ -236,7 +241,7 @@ def _describe(annotation: Any) -> str:
 
 
 def _parse(key: str, text: str, annotation: Any) -> Any:
-    """Phases that are looked at, by the values of `Phase`; by default all."""
+    """The value of an environment variable as the option's type."""
     try:
         return _parse_as(text.strip(), annotation)
     except (ValueError, KeyError):

@@ -10,6 +10,8 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
+
 from tests.ranks import run_ranks
 
 
@@ -65,9 +67,20 @@ def replay_on_all_ranks(dump: str, world_size: int, *options: str) -> list[Repla
 def _together(rank: int, world_size: int, arguments: list[str]) -> Replayed:
     from ddp_nanguard.cli.main import main
 
-    for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", world_size)):
-        os.environ[name] = str(value)
+    os.environ |= torchrun_variables(rank, world_size)
     return captured(lambda: main(["replay", *arguments]))
+
+
+def torchrun_variables(rank: int, world_size: int) -> dict[str, str]:
+    """What torchrun tells a process of the rank that it is to be, as far as a replay asks for it."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
+    return {"TORCHELASTIC_RUN_ID": "none", **{name: str(number) for name, number in numbers.items()}}
+
+
+def under_torchrun(monkeypatch: pytest.MonkeyPatch, rank: int = 0, world_size: int = 2) -> None:
+    """Set `torchrun_variables` until the test ends."""
+    for name, value in torchrun_variables(rank, world_size).items():
+        monkeypatch.setenv(name, value)
 
 
 def captured(run: Any) -> Replayed:

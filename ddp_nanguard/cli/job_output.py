@@ -13,7 +13,11 @@ _JOB_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTE
 
 def environment_without_job() -> dict[str, str]:
     """The environment of this process without the variables that torchrun sets."""
-    return {name: value for name, value in os.environ.items() if name not in _JOB_VARIABLES}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _JOB_VARIABLES and not name.startswith("TORCHELASTIC_")
+    }
 
 
 def worker_texts(logs: Path) -> list[str]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ddp_nanguard.errors import DumpError
+from ddp_nanguard.replay import launcher
 
 from .arguments import Commands, add_dump, add_replay_source, count
 
@@ -64,20 +64,15 @@ def run_replay(options: argparse.Namespace) -> int:
 
     Collective: none in one process; under torchrun as `replay_all_ranks`.
     """
-    if not _is_one_of_many():
+    if launcher.world_size() == 1:
         return _replay_alone(options)
     from .replay_ranks import replay_all_ranks
 
-    unfit = [f"--{name.replace('_', '-')}" for name in _ALONE if getattr(options, name) not in (None, False)]
+    given = {name: getattr(options, name) for name in _ALONE}
+    unfit = [f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None and value is not False]
     if unfit:
         raise DumpError(f"option {unfit[0]} is for the replay of one rank: leave it out, or run without torchrun")
     return replay_all_ranks(options)
-
-
-def _is_one_of_many() -> bool:
-    """Whether torchrun, or another launcher that sets its variables, has started this process beside others."""
-    size = os.environ.get("WORLD_SIZE", "")
-    return "RANK" in os.environ and size.isdigit() and int(size) > 1
 
 
 def _replay_alone(options: argparse.Namespace) -> int:

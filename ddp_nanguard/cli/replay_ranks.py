@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 
 import torch
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from ddp_nanguard.diagnosis.all_ranks import trace_all_ranks
 from ddp_nanguard.dump.read import Dump, open_dump
 from ddp_nanguard.errors import DumpError
+from ddp_nanguard.replay import launcher
 from ddp_nanguard.replay.outcome import EXIT_CODES, Outcome, Result, first_own_site, not_replayable, why_not_replayable
 from ddp_nanguard.replay.session import Session, device_for, named_recipe
 
@@ -31,7 +31,7 @@ def replay_all_ranks(options: argparse.Namespace) -> int:
     Collective: those of the training step and of a guard, then one gather of the results on the default group; every
     rank of the recorded world must call it.
     """
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, world_size = launcher.rank(), launcher.world_size()
     # One rank checks the checksums: each rank would read the whole dump.
     dump = open_dump(options.dump, verify=rank == 0)
     if dump.world_size != world_size:

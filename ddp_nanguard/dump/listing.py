@@ -112,11 +112,11 @@ def _with_manifest(base: DumpSummary, manifest: Manifest) -> DumpSummary:
         origin=log_line(manifest.report),
         world_size=world_size,
         whole=len(base.ranks) == world_size and manifest.has_weights,
-        remark=_warn_once(manifest, len(base.ranks)),
+        remark=_remark(manifest, len(base.ranks)),
     )
 
 
-def _warn_once(manifest: Manifest, num_ranks: int) -> str:
+def _remark(manifest: Manifest, num_ranks: int) -> str:
     if num_ranks < manifest.report.world_size:
         return f"{num_ranks} of {manifest.report.world_size} ranks"
     return "" if manifest.has_weights else f"no weights: {manifest.weights.problem}"

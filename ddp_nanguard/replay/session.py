@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from ddp_nanguard.dump.read import Dump, open_dump
 from ddp_nanguard.errors import DumpError
 from ddp_nanguard.report.types import Phase
 
+from . import launcher
 from .outcome import Result, compare, first_own_site, not_replayable, why_not_replayable
 from .rebuild import Rebuilt, apply_settings, rebuild
 from .recipe import Recipe, load_recipe
@@ -192,7 +192,7 @@ def named_recipe(dump: Dump, given: str | None) -> Recipe:
         raise DumpError(
             f"{dump.path} names no recipe; give --recipe module:function (a function that returns a Recipe)"
         )
-    if int(os.environ.get("RANK", "0")) == 0:
+    if launcher.rank() == 0:
         print(f"recipe {name} (its code is imported now)", file=sys.stderr)
     return load_recipe(name, dump.manifest.run.recipe_directory)
 
@@ -206,7 +206,7 @@ def device_for(name: str | None) -> torch.device:
     if name is not None:
         return _named_device(name)
     if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        return torch.device("cuda", launcher.local_rank())
     return torch.device("cpu")
 
 

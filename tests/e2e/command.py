@@ -6,7 +6,7 @@ import os
 
 from tests.e2e.exits import environment
 from tests.ranks import Outcome, run_ranks, run_ranks_raw
-from tests.replaying import Replayed, captured
+from tests.replaying import Replayed, captured, torchrun_variables
 
 
 def command(*arguments: str, timeout_s: float = 90) -> Replayed:
@@ -31,12 +31,12 @@ def _run(rank: int, world_size: int, arguments: list[str]) -> Replayed:
 
 def replay_launch(dump: str, world_size: int) -> list[Outcome]:
     """``ddp-nanguard replay`` on several ranks, as torchrun starts it, for what ends before the ranks meet."""
-    env = {**environment(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "WORLD_SIZE": str(world_size)}
+    env = {**environment(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     return run_ranks_raw(_launch, world_size=world_size, process_group=False, env=env, dump=dump)
 
 
 def _launch(rank: int, world_size: int, dump: str) -> int:
     from ddp_nanguard.cli.main import main
 
-    os.environ["RANK"] = str(rank)
+    os.environ |= torchrun_variables(rank, world_size)
     return main(["replay", dump])

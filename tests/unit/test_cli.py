@@ -9,6 +9,7 @@ from ddp_nanguard.cli import main as cli
 from ddp_nanguard.dump import write_dump
 from ddp_nanguard.dump.records import SCHEMA_VERSION
 from tests.dump_requests import report, request
+from tests.replaying import under_torchrun
 
 
 def run_cli(capsys, *arguments):
@@ -71,17 +72,17 @@ def test_cli_unusable_dump(path, capsys):
     )
 
 
-@pytest.mark.parametrize("option", ["--json", "--rank=1", "--repeat=3", "--dtype=float64", "--minimize"])
+@pytest.mark.parametrize("option", ["--json", "--rank=0", "--rank=1", "--repeat=3", "--dtype=float64", "--minimize"])
 def test_what_one_rank_alone_can_do_is_refused_on_all_ranks(path, capsys, monkeypatch, option):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    under_torchrun(monkeypatch)
     code, out, err = run_cli(capsys, "replay", path, option)
     name = option.partition("=")[0]
     expected = f"option {name} is for the replay of one rank: leave it out, or run without torchrun"
     assert (code, out, err) == (2, "", f"ddp-nanguard: {expected}\n")
 
 
-def test_a_world_size_without_a_rank_is_no_launcher(path, capsys, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
+def test_the_variables_of_a_container_are_no_launcher(path, capsys, monkeypatch):
+    for name, value in (("RANK", "x"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "job-0"), ("MASTER_PORT", "29500")):
+        monkeypatch.setenv(name, value)
     code, _, err = run_cli(capsys, "replay", path)
     assert code == 2 and "'train'" in err, "it got as far as the recipe, which is not there"

@@ -18,6 +18,7 @@ from ddp_nanguard.dump.json_files import AGAIN, MAX_JSON_BYTES, MAX_JSON_DEPTH
 from ddp_nanguard.dump.records import SCHEMA_VERSION
 from ddp_nanguard.errors import DumpError
 from tests.golden import GOLDEN
+from tests.replaying import under_torchrun
 
 EVIDENCE, FILES, WINDOW = (f"rank-00001/{name}.json" for name in ("evidence", "files", "window"))
 BIG = 2**63
@@ -226,8 +227,7 @@ def test_every_entry_point(
         assert main([*command, str(dump)]) == 2
         out, err = capsys.readouterr()
         assert out == "" and err.count("\n") == 1 and err.startswith(f"ddp-nanguard: {dump}/manifest.json "), err
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    under_torchrun(monkeypatch)
     assert main(["replay", str(dump)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert main(["list", str(dump.parent)]) == 0
