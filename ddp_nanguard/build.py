@@ -100,7 +100,7 @@ def _compose(args: ValidatedArgs, ranks: RankGroup, recipe: str | None, device: 
     named_buffers = _buffer_reader(wrapper)
     slots = SlotBuffer(config.history)
     slots.expand_compiled = expand_compiled
-    backward = BackwardProbe(slots, probes_activations=config.watches(Phase.BACKWARD))
+    backward = BackwardProbe(slots, probes_activations=Phase.BACKWARD in config.watched)
     forward = ForwardProbe(modules, slots, backward, config.skip_types)
     # a scaler looks at what its optimizer holds, so a bad gradient of any other parameter is never skipped by it
     held = {id(p) for optimizer in args.optimizers for group in optimizer.param_groups for p in group["params"]}
@@ -116,7 +116,7 @@ def _compose(args: ValidatedArgs, ranks: RankGroup, recipe: str | None, device: 
     )
     if config.enabled:
         _warn_of_small_eps(args.optimizers)
-    watches_gradients = config.enabled and config.watches(Phase.BACKWARD, Phase.REDUCE)
+    watches_gradients = config.enabled and not config.watched.isdisjoint((Phase.BACKWARD, Phase.REDUCE))
     return GuardContext(
         config=config,
         ranks=ranks,

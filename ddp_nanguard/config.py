@@ -132,6 +132,7 @@ class GuardConfig:
                 raise ValueError(f"option watch={phase!r} is no phase; valid: {', '.join(phases)}")
         for name in ("max_skips", "dump_keep", "first_step"):
             _require(name, getattr(self, name), getattr(self, name) >= 0, "a number of at least 0")
+        _require("first_step", self.first_step, self.first_step < 2**62, "a number below 2**62")
         for name in ("history", "state_every", "max_consecutive_overflows"):
             _require(name, getattr(self, name), getattr(self, name) >= 1, "a number of at least 1")
         _require("exit_code", self.exit_code, 1 <= self.exit_code <= 255, "a code from 1 to 255")
@@ -142,9 +143,10 @@ class GuardConfig:
         if self.grad_norm_warn is not None:
             _require("grad_norm_warn", self.grad_norm_warn, self.grad_norm_warn > 0, "a number above 0, or None")
 
-    def watches(self, *phases: Phase) -> bool:
-        """Whether at least one of these phases is watched."""
-        return any(phase in self.watch for phase in phases)
+    @functools.cached_property
+    def watched(self) -> frozenset[str]:
+        """The phases of ``watch``; every step asks for some of them."""
+        return frozenset(self.watch)
 
     def is_ignored(self, name: str) -> bool:
         """Whether an ``ignore`` pattern (fnmatch) covers a layer or a parameter."""

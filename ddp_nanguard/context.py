@@ -156,7 +156,7 @@ class GuardContext:
     @property
     def watches_activations(self) -> bool:
         """Whether modules carry hooks at all, which only the phases ``forward`` and ``backward`` need."""
-        return self.config.watches(Phase.FORWARD, Phase.BACKWARD)
+        return not self.config.watched.isdisjoint((Phase.FORWARD, Phase.BACKWARD))
 
     # -- compiled code -----------------------------------------------------------------------------------------------
 
@@ -204,17 +204,17 @@ class GuardContext:
 
     def probe_initial_state(self) -> None:
         """Probe parameters and optimizer state before the first step, unless phase ``state`` is not watched."""
-        if self.config.watches(Phase.STATE):
+        if Phase.STATE in self.config.watched:
             self.state.probe_before_first_step()
 
     def probe_initial_buffers(self) -> None:
         """Probe the buffers before the first step, after the wrapper's broadcast; nothing in later steps."""
-        if self.config.watches(Phase.STATE):
+        if Phase.STATE in self.config.watched:
             self.state.probe_buffers_before_first_step()
 
     def probe_buffers_before_broadcast(self) -> None:
         """Probe the buffers that the wrapper is about to overwrite with another rank's: no later probe can see them."""
-        if self.config.watches(Phase.STATE) and not self.window.buffers() and self.wrapper.overwrites_buffers():
+        if Phase.STATE in self.config.watched and not self.window.buffers() and self.wrapper.overwrites_buffers():
             self.state.probe_buffers_before_broadcast()
 
     def probe_before_verdict(self, step: int) -> None:
@@ -227,11 +227,11 @@ class GuardContext:
             step: its number, which decides about the optimizer state on all ranks alike.
         """
         self.flush_compiled()
-        if self.config.watches(Phase.BACKWARD, Phase.REDUCE):
+        if not self.config.watched.isdisjoint((Phase.BACKWARD, Phase.REDUCE)):
             # only a backward that raised has left any: nothing else flushes those
             self.gradient.flush_pending()
             self.gradient.probe_unhooked()
-        if self.config.watches(Phase.STATE):
+        if Phase.STATE in self.config.watched:
             self.state.probe_buffers_after_forward()
             if (step - self.config.first_step) % self.config.state_every == 0:
                 self.state.probe_optimizer_state()

@@ -6,13 +6,16 @@ import json
 from dataclasses import dataclass, replace
 
 from ddp_nanguard.distributed.group import RankGroup
-from ddp_nanguard.report.types import MAX_RANKS_LISTED, MAX_SITES, Site
+from ddp_nanguard.report.types import MAX_RANKS_LISTED, MAX_SITES, InlineCode, Site
 
 from .view import RankedSite
 
 # Every text crosses ranks in a buffer of fixed size, so that no rank has to tell its peers a length first
 _SITE_BYTES = 1024
+_MAX_NAME = (256, 96, 32, 11)
+"""Characters of each name in a site that does not fit, the first that does; what is left out is in the middle."""
 _NAME_BYTES = 256
+_MAX_SUSPECTS = 4
 
 
 @dataclass(frozen=True)
@@ -70,12 +73,12 @@ def exchange_sites(ranks: RankGroup, fault: RankFault, step: int) -> JobFault:
 
 def _exchanged(ranks: RankGroup, fault: RankFault, step: int) -> JobFault:
     keyed = [(ranked.key(ranks.index, step), _site_text(ranked.site)) for ranked in fault.sites[:MAX_SITES]]
-    sites = [_site_from(text) for text in ranks.fault_group.earliest_texts(keyed, MAX_SITES, _SITE_BYTES)]
+    texts = ranks.fault_group.earliest_texts(keyed, MAX_SITES, _SITE_BYTES)
     nonfinite_state = ranks.fault_group.earliest_texts(_in_order(ranks, fault.nonfinite_state), MAX_SITES, _NAME_BYTES)
     unchecked = ranks.fault_group.earliest_texts(_in_order(ranks, fault.unchecked), MAX_SITES, _SITE_BYTES)
     holders, affected = ranks.ranks_where(fault.holds_reduced, any(not ranked.low_confidence for ranked in fault.sites))
     return JobFault(
-        sites=tuple(site for site in sites if site is not None),
+        sites=tuple(Site.from_dict(json.loads(text)) for text in texts),
         nonfinite_state=tuple(dict.fromkeys(nonfinite_state)),
         holders=tuple(holders[:MAX_RANKS_LISTED]),
         affected=tuple(affected[:MAX_RANKS_LISTED]),
@@ -90,15 +93,35 @@ def _in_order(ranks: RankGroup, texts: list[str]) -> list[tuple[int, str]]:
 
 
 def _site_text(site: Site) -> str:
-    # text beyond the buffer would be cut and no JSON any more, so what matters least is left out instead
-    text = json.dumps(site.to_dict())
-    if len(text.encode()) > _SITE_BYTES:
-        text = json.dumps(replace(site, evidence=None, slot=site.slot[-200:]).to_dict())
-    return text
+    """The site as JSON of at most `_SITE_BYTES`: text beyond the buffer would be cut, and be no JSON any more.
+
+    What matters least goes first. The site itself never does: the next one would be taken for the origin.
+    """
+    shorter = [_shortened(site, max_name) for max_name in _MAX_NAME]
+    bare = replace(shorter[-1], suspects=(), inline_code=None)
+    texts = (json.dumps(each.to_dict()) for each in (site, replace(site, evidence=None), *shorter, bare))
+    return next(text for text in texts if len(text) <= _SITE_BYTES)
 
 
-def _site_from(text: str) -> Site | None:
-    try:
-        return Site.from_dict(json.loads(text))
-    except (ValueError, KeyError):
-        return None
+def _shortened(site: Site, max_name: int) -> Site:
+    def short(name: str) -> str:
+        half = (max_name - 3) // 2
+        return name if len(name) <= max_name else f"{name[:half]}...{name[-half:]}"
+
+    def short_or_none(name: str | None) -> str | None:
+        return None if name is None else short(name)
+
+    code = site.inline_code
+    if code is not None:
+        code = InlineCode(short_or_none(code.layer), short_or_none(code.after), short_or_none(code.before))
+    shown = [short(name) for name in site.suspects[:_MAX_SUSPECTS]]
+    more = len(site.suspects) - len(shown)
+    return replace(
+        site,
+        evidence=None,
+        layer=short_or_none(site.layer),
+        slot=short(site.slot),
+        inline_code=code,
+        neg_inf_from=short_or_none(site.neg_inf_from),
+        suspects=(*shown, f"{more} more") if more else tuple(shown),
+    )

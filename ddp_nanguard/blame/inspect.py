@@ -225,7 +225,7 @@ def blame_input(context: GuardContext, record: StepRecord, findings: RankFinding
         sharers_of=context.sharers_of,
         is_ignored=context.is_ignored,
         losses={(m.index, name): loss for m in micro_batches for name, loss in m.losses.items()},
-        batch=_batch_findings(micro_batches) if context.config.watches(Phase.INPUT) else [],
+        batch=_batch_findings(micro_batches) if Phase.INPUT in context.config.watched else [],
         nonfinite_state=findings.nonfinite_state,
         reduced=_reduced_findings(context, record, findings.slot_stats),
         hyper_parameters=findings.hyper_parameters,

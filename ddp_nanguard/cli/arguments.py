@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
+import tempfile
+from pathlib import Path
 from typing import TypeAlias
+
+from ddp_nanguard.errors import DumpError
 
 WRONG_USAGE = 2
 """Exit code of bad input: one line on stderr names it and the remedy."""
@@ -21,6 +26,48 @@ def add_replay_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rank", type=int, help="default: the rank where the fault began")
     parser.add_argument("--recipe", metavar="MODULE:FUNCTION", help="default: the one that the dump names")
     parser.add_argument("--device", help="default: a GPU if there is one")
+
+
+def output_directory(given: str | None, prefix: str) -> Path:
+    """Make the directory that ``--out`` names, or a temporary one whose name begins with ``prefix``.
+
+    Raises:
+        DumpError: it cannot be made.
+    """
+    if given is None:
+        return Path(tempfile.mkdtemp(prefix=prefix)).absolute()
+    directory = Path(given).absolute()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DumpError(f"option --out={given}: {error.strerror}; give a directory that can be made") from None
+    return directory
+
+
+def index(text: str) -> int:
+    """Parse a whole number of at least 0.
+
+    Raises:
+        argparse.ArgumentTypeError: it is anything else.
+    """
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 on")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """Parse a number of seconds above 0.
+
+    Raises:
+        argparse.ArgumentTypeError: it is anything else.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0.0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+    return value
 
 
 def count(text: str) -> int:

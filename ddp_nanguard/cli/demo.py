@@ -8,10 +8,9 @@ import re
 import subprocess
 import sys
 import sysconfig
-import tempfile
 from pathlib import Path
 
-from .arguments import WRONG_USAGE
+from .arguments import WRONG_USAGE, output_directory
 from .job_output import environment_without_job, error_message, worker_texts
 
 SCRIPT = "digits.py"
@@ -34,8 +33,7 @@ def run_demo(wrapper: str = "ddp", num_ranks: int = 2, out: str | None = None) -
     if script is None or importlib.util.find_spec("sklearn") is None:
         print(_missing(script), file=sys.stderr)
         return WRONG_USAGE
-    directory = Path(out if out is not None else tempfile.mkdtemp(prefix="nanguard-demo-")).absolute()
-    directory.mkdir(parents=True, exist_ok=True)
+    directory = output_directory(out, "nanguard-demo-")
     dump = _train(script, wrapper, num_ranks, directory)
     if dump is None:
         return 1

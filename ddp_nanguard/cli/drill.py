@@ -12,7 +12,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import uuid
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from ddp_nanguard.errors import DumpError
 from ddp_nanguard.inject.spec import IN_PARAMETERS, WITHOUT_LAYER
 from ddp_nanguard.report.types import Phase
 
-from .arguments import WRONG_USAGE
+from .arguments import WRONG_USAGE, output_directory
 from .drill_job import ENV_DRILL_ID, LAUNCHERS, JobResult, kill_all, num_processes, run_job
 from .job_output import environment_without_job, error_message
 
@@ -91,7 +90,7 @@ def run_drill(config: DrillConfig) -> int:
     if problem is not None:
         print(f"ddp-nanguard: {problem}", file=sys.stderr)
         return WRONG_USAGE
-    directory = Path(config.out or tempfile.mkdtemp(prefix="nanguard-drill-")).absolute()
+    directory = output_directory(config.out, "nanguard-drill-")
     broken: list[str] = []
     num_checked = 0
     for phase in config.phases:

@@ -18,7 +18,7 @@ from ddp_nanguard.errors import DumpError
 from ddp_nanguard.inject.spec import PHASES
 
 from . import explain, replay
-from .arguments import WRONG_USAGE, Commands, add_dump
+from .arguments import WRONG_USAGE, Commands, add_dump, count, index, seconds
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -89,7 +89,7 @@ def _add_show(commands: Commands) -> None:
 def _add_demo(commands: Commands) -> None:
     parser = commands.add_parser("demo", help="a NaN that nobody planted: stopped, named, dumped, replayed")
     parser.add_argument("--wrapper", choices=("ddp", "fsdp1", "fsdp2"), default="ddp", help="default: ddp")
-    parser.add_argument("--nproc", type=int, default=2, metavar="N", help="number of ranks, default 2")
+    parser.add_argument("--nproc", type=count, default=2, metavar="N", help="number of ranks, default 2")
     parser.add_argument("--out", metavar="DIR", help="where the dump goes; default: a temporary directory")
     parser.set_defaults(command=run_demo)
 
@@ -104,11 +104,11 @@ def _add_drill(commands: Commands) -> None:
     parser.add_argument(
         "--phase", choices=(*PHASES, "all"), default="forward", help="where it goes bad; default: forward"
     )
-    parser.add_argument("--step", type=int, default=2, metavar="N", help="as the guard counts; default: 2")
-    parser.add_argument("--rank", type=int, help="default: 1, or 0 where the command starts one process")
+    parser.add_argument("--step", type=index, default=2, metavar="N", help="as the guard counts; default: 2")
+    parser.add_argument("--rank", type=index, help="default: 1, or 0 where the command starts one process")
     parser.add_argument("--layer", help="default: a layer with parameters, in the middle of the model")
     parser.add_argument("--kind", choices=("nan", "inf", "-inf"), default="nan", help="default: nan")
-    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="of the job and of its replay, 600")
+    parser.add_argument("--timeout", type=seconds, default=600.0, metavar="S", help="of the job and of its replay, 600")
     parser.add_argument("--out", metavar="DIR", help="where dumps and logs go; default: a temporary directory")
     parser.add_argument("job", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command of the job")
     parser.set_defaults(command=run_drill)
@@ -155,8 +155,10 @@ def run_show(options: argparse.Namespace) -> int:
     else:
         # it may have been copied, or lie on several nodes
         report = dataclasses.replace(dump.report, dump_path=" ".join(map(str, dump.paths)))
+        is_as_written = tuple(dump.ranks) == dump.manifest.ranks_present
+        size_bytes = dump.manifest.size_bytes if is_as_written else dump.size_bytes
         manifest = dataclasses.replace(
-            dump.manifest, ranks_present=tuple(dump.ranks), size_bytes=dump.size_bytes, report=report
+            dump.manifest, ranks_present=tuple(dump.ranks), size_bytes=size_bytes, report=report
         )
         print(report_text(report, manifest, color=sys.stdout.isatty() and "NO_COLOR" not in os.environ), end="")
     return 0

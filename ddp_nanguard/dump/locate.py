@@ -32,7 +32,11 @@ def directory_of(path: Path) -> Path:
     Raises:
         DumpError: it is neither; the message lists what is there.
     """
-    if not path.is_dir():
+    try:
+        is_directory = path.is_dir()
+    except OSError as error:  # a name that is too long, which no directory has
+        raise DumpError(f"{str(path)[:80]}... is no directory: {error.strerror}; give the path of a dump") from None
+    if not is_directory:
         raise DumpError(f"{path} is no directory; {_what_is_in(path.parent)}")
     if DumpName.parse(path.resolve().name) is not None or (path / MANIFEST).exists():
         return path

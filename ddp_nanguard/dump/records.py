@@ -170,7 +170,7 @@ class Manifest:
     @property
     def replay_lacks(self) -> str | None:
         """What the training must be given so that its dumps can be replayed; None where nothing is missing."""
-        return replay_lacks(self.recipe, self.options.redact)
+        return replay_lacks(self.recipe, redact=self.options.redact, dump_weights=self.options.dump_weights)
 
     @property
     def weights_problem(self) -> str | None:

@@ -14,6 +14,7 @@ from ddp_nanguard.config import GuardConfig
 from ddp_nanguard.report.types import FaultReport
 from ddp_nanguard.tensors.shards import TensorShard
 
+from .format import PARTIAL
 from .rank_records import RankEvidence
 from .records import TensorShape, WrapperDescription
 
@@ -93,3 +94,8 @@ class DumpResult:
     size_bytes: int = 0
     problems: list[str] = field(default_factory=list)
     replicas_disagree: list[str] = field(default_factory=list)
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the directory could not be finished, so that nothing reads it."""
+        return self.path is not None and self.path.endswith(PARTIAL)

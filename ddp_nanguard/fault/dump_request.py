@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
@@ -34,6 +35,8 @@ from ddp_nanguard.tensors.containers import named_tensors_in, path_text
 from ddp_nanguard.tensors.dtypes import dtype_name
 from ddp_nanguard.tensors.shards import TensorShard
 from ddp_nanguard.wrappers.weights import add_tensor, weights
+
+_log = logging.getLogger(__name__)
 
 
 def dump_request(context: GuardContext, record: StepRecord, findings: RankFindings, report: FaultReport) -> DumpRequest:
@@ -141,11 +144,20 @@ def plain_state(context: GuardContext, record: StepRecord) -> dict[str, Any]:
         "optimizers": plain_optimizers(context),
         "scaler": record.scaler_state(),
         "registered": {
-            name: thing.state_dict()
+            name: _state_of(name, thing)
             for name, thing in context.registered.items()
             if hasattr(thing, "state_dict") and not isinstance(thing, torch.nn.Module)
         },
     }
+
+
+def _state_of(name: str, thing: Any) -> Any:
+    """The state of a registered object, or in its place why there is none: its code is the user's."""
+    try:
+        return thing.state_dict()
+    except Exception as error:
+        _log.error("dump: state of registered %r is left out: %s: %s", name, type(error).__name__, error)
+        return {"left out": f"{type(error).__name__}: {error}"}
 
 
 def plain_optimizers(context: GuardContext) -> list[dict[str, Any]]:

@@ -135,8 +135,9 @@ class FaultPolicy:
         report = self._dumped(report, findings, record)
         if isinstance(record.scaler, ScalerSnapshot):  # the scaler has been updated since
             record.scaler.restore()
-        text = error_text(report, replay_lacks(context.recipe, context.config.redact))
-        raise NonFiniteError(text, report, context.config.exit_code, context.ranks.barrier)
+        config = context.config
+        lacks = replay_lacks(context.recipe, redact=config.redact, dump_weights=config.dump_weights)
+        raise NonFiniteError(error_text(report, lacks), report, config.exit_code, context.ranks.barrier)
 
     def _undone(self, report: FaultReport) -> StepRecord | None:
         """The step whose update is to be undone; None where it was not the update, or there is no copy."""
@@ -170,7 +171,10 @@ class FaultPolicy:
         runs_again = context.config.rerun and not context.ranks.peers_lost
         if context.config.dump_dir is None and not runs_again:
             return report
-        request = dump_request(context, record, findings, report)
+        try:
+            request = dump_request(context, record, findings, report)
+        except Exception as error:  # a defect here must not replace the fault; peers wait at most timeout_s
+            return _with_notes(report, [f"dump: this rank has no part of it: {type(error).__name__}: {error}"])
         if runs_again:
             request = rerun_in_place(context, request, record.window.micro_batches)
             report = request.report
@@ -178,9 +182,11 @@ class FaultPolicy:
         notes = [f"dump: {problem}" for problem in result.problems]
         if result.replicas_disagree:
             notes.append(f"replicas disagree: {', '.join(result.replicas_disagree[:4])}")
-        for note in notes:
-            _log.error("%s", note)
-        return replace(report, dump_path=_as_given(result.path, context.config.dump_dir), notes=(*report.notes, *notes))
+        path = _as_given(result.path, context.config.dump_dir)
+        if result.is_partial:
+            notes.append(f"dump: {path} cannot be read, since it was not finished")
+            path = None
+        return _with_notes(replace(report, dump_path=path), notes)
 
     # -- without peers -----------------------------------------------------------------------------------------------
 
@@ -217,6 +223,13 @@ class FaultPolicy:
 def _log_warnings(judgement: Judgement) -> None:
     for text in judgement.warnings:
         _log.warning("%s", text)
+
+
+def _with_notes(report: FaultReport, notes: list[str]) -> FaultReport:
+    """The report with more notes, which go to the log too."""
+    for note in notes:
+        _log.error("%s", note)
+    return replace(report, notes=(*report.notes, *notes))
 
 
 def _as_given(path: str | None, dump_dir: str | None) -> str | None:

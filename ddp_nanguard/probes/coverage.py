@@ -49,7 +49,7 @@ def unchecked(
             found.append(
                 f"{plural(len(unseen), 'module')} whose hooks did not fire (not run, or compiled): {_shown(unseen)}"
             )
-    found += [f"phase {phase} (not watched)" for phase in Phase if not config.watches(phase)]
+    found += [f"phase {phase} (not watched)" for phase in Phase if phase not in config.watched]
     return found
 
 

@@ -24,10 +24,18 @@ _BOLD, _RED, _DIM, _PLAIN = "\x1b[1m", "\x1b[31m", "\x1b[2m", "\x1b[0m"
 # -- the rows ----------------------------------------------------------------------------------------------------------
 
 
-def replay_lacks(recipe: str | None, is_redacted: bool) -> str | None:
-    """What the next training must be given so that its dump can be replayed; None where nothing is missing."""
-    if is_redacted:
+def replay_lacks(recipe: str | None, *, redact: bool, dump_weights: bool) -> str | None:
+    """What the next training must be given so that its dump can be replayed; None where nothing is missing.
+
+    Args:
+        recipe: its name, None where none was given.
+        redact: the option: whether batches are left out of dumps.
+        dump_weights: the option: whether weights are in dumps.
+    """
+    if redact:
         return "train with redact=False"
+    if not dump_weights:
+        return "train with dump_weights=True"
     return 'give replay="module:function"' if recipe is None else None
 
 

@@ -49,7 +49,7 @@ class StepJudge:
     def _own_severity(self, step: int) -> Tensor:
         context = self._context
         context.probe_before_verdict(step)
-        is_bad = context.config.watches(Phase.OPTIMIZER) and context.state.probe_hyper_parameters()
+        is_bad = Phase.OPTIMIZER in context.config.watched and context.state.probe_hyper_parameters()
         return self._severity.severity(Severity.FAULT if is_bad else Severity.CLEAN)
 
     def decide(self, severity: Severity, step: int) -> Decision:

@@ -143,7 +143,7 @@ class StepMonitor:
         for hook in self.counter.loss_hooks:
             hook(value, micro_batch.index)
         micro_batch.losses[name] = value.detach()  # the graph must not live until the verdict
-        if context.config.watches(Phase.LOSS):
+        if Phase.LOSS in context.config.watched:
             context.slots.reduce(SlotRole.LOSS, value, LossSource(name, micro_batch.index))
 
     # -- 4. the backward -----------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class StepMonitor:
         if context.wrapper.will_reduce():
             # which micro-batches were communicated decides what a replay on one rank can compare
             context.window.mark_reduced()
-            if context.config.watches(Phase.REDUCE):
+            if Phase.REDUCE in context.config.watched:
                 context.gradient.probe_reduced()
         else:
             # the local gradients, looked at already, are what the update will use
@@ -269,7 +269,7 @@ class StepMonitor:
         goes_on = self._last_goes_on()
         if self._deferred is not None:
             self._deferred.restore_found_inf(optimizer, goes_on)
-        if goes_on and self._context.config.watches(Phase.OPTIMIZER):
+        if goes_on and Phase.OPTIMIZER in self._context.config.watched:
             with torch.no_grad():
                 self._context.timed(self._context.state.probe_update, optimizer)
             self.has_unjudged_update = True

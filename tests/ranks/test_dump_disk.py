@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ddp_nanguard import NanGuard, NonFiniteError
 from ddp_nanguard.dump import list_dumps, open_dump
 from ddp_nanguard.dump import state as state_module
 from ddp_nanguard.dump.records import Weights
@@ -17,6 +18,7 @@ from ddp_nanguard.errors import DumpError
 from ddp_nanguard.tensors.shards import TensorShard
 from tests.dump_requests import dumped, files_below
 from tests.rank_processes import run_ranks
+from tests.ranks.small import sgd, small_model
 
 
 def unwritable(rank, world_size, root, bad_ranks):
@@ -138,6 +140,25 @@ def test_full_disk(tiny_disk, free):
         assert lack.startswith("rank 0: dump without weights: 3.0 MiB needed")
         assert incomplete == f"rank 1: dump incomplete: {no_space}"
         assert [summary.remark for summary in list_dumps(tiny_disk)] == ["partial"]
+        assert results[0].is_partial
+
+
+def stopped_on_full_disk(rank, world_size, root):
+    model = small_model()
+    optimizer = sgd(model)
+    guard = NanGuard(model, optimizer, dump_dir=str(root), replay="os:getcwd", timeout_s=10)
+    (guard(torch.ones(2, 4)).sum() * float("nan")).backward()
+    with pytest.raises(NonFiniteError) as stopped:
+        optimizer.step()
+    return str(stopped.value), stopped.value.report.dump_path
+
+
+def test_no_command_is_named_for_a_dump_that_was_not_finished(tiny_disk):
+    (tiny_disk / "other").write_bytes(b"x" * (2**22 - 3 * 4096))
+    (text, path), other = run_ranks(stopped_on_full_disk, 2, root=tiny_disk)
+    assert (text, path) == other and path is None
+    assert "\n  next:" not in text
+    assert f"note:     dump: {tiny_disk}/step-00000000.partial cannot be read, since it was not finished" in text
 
 
 def full_without_peers(rank, world_size, root):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_nanguard import NanGuard, NonFiniteError
+from ddp_nanguard.dump import open_dump
+from ddp_nanguard.fault import policy
 from tests.ranks import run_ranks
 from tests.ranks.small import NAN, sgd, small_model
 
@@ -284,3 +287,55 @@ def test_a_registered_copy_is_watched() -> None:
     assert report["origin"]["slot"] == "ema.0.weight"
     assert report["step"] == 3
     assert report["nonfinite_state"] == ["ema.0.weight", "ema.0.bias", "ema.2.weight", "ema.2.bias"]
+
+
+class _Unsaved:
+    """A registered object whose state cannot be had."""
+
+    def __init__(self, raises: bool) -> None:
+        self._raises = raises
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._raises:
+            raise RuntimeError("not now")
+        return {"count": 3}
+
+
+def _with_unsaved(rank: int, world_size: int, dump_dir: str, timeout_s: float = 10.0) -> Any:
+    model = small_model()
+    optimizer = sgd(model)
+    guard = NanGuard(model, optimizer, dump_dir=dump_dir, timeout_s=timeout_s)
+    guard.register(schedule=_Unsaved(raises=rank == 1))
+
+    def train() -> None:
+        for step in range(3):
+            (guard(torch.ones(2, 4)).sum() * (NAN if (rank, step) == (1, 2) else 1.0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return _stopped(train)
+
+
+def test_a_registered_object_that_raises_does_not_replace_the_fault(tmp_path: Path) -> None:
+    first, second = run_ranks(_with_unsaved, dump_dir=str(tmp_path))
+    assert first == second
+    assert first[1]["origin"]["rank"] == 1 and first[1]["notes"] == []
+    dump = open_dump(first[1]["dump_path"])
+    assert dump.ranks == [0, 1]
+    assert dump.plain_state()["registered"]["schedule"] == {"count": 3}, "what rank 0 holds"
+
+
+def _without_request(rank: int, world_size: int, dump_dir: str) -> Any:
+    def defect(*arguments: Any) -> Any:
+        raise KeyError("defect")
+
+    if rank == 1:
+        policy.dump_request = defect
+    return _with_unsaved(rank, world_size, dump_dir, timeout_s=1.0)
+
+
+def test_a_defect_on_the_way_to_the_dump_does_not_replace_the_fault(tmp_path: Path) -> None:
+    (text, report), (other_text, other) = run_ranks(_without_request, dump_dir=str(tmp_path))
+    assert text.splitlines()[0] == other_text.splitlines()[0]
+    assert report["origin"] == other["origin"] and report["origin"]["rank"] == 1
+    assert other["notes"] == ["dump: this rank has no part of it: KeyError: 'defect'"]

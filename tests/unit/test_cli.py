@@ -86,3 +86,21 @@ def test_the_variables_of_a_container_are_no_launcher(path, capsys, monkeypatch)
         monkeypatch.setenv(name, value)
     code, _, err = run_cli(capsys, "replay", path)
     assert code == 2 and "'train'" in err, "it got as far as the recipe, which is not there"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["show", "x" * 5000], "is no directory: File name too long; give the path of a dump"),
+        (["demo", "--nproc", "0"], "argument --nproc: '0' is no number from 1 on"),
+        (["demo", "--out", __file__], f"option --out={__file__}: File exists; give a directory that can be made"),
+        (["drill", "--step", "-1", "--", "true"], "argument --step: '-1' is no number from 0 on"),
+        (["drill", "--rank", "-1", "--", "true"], "argument --rank: '-1' is no number from 0 on"),
+        (["drill", "--timeout", "nan", "--", "true"], "argument --timeout: 'nan' is no number of seconds above 0"),
+        (["drill", "--out", f"{__file__}/x", "--", "true"], "Not a directory; give a directory that can be made"),
+        (["drill", "--", "no-such-command"], "no command 'no-such-command'; give what starts the job"),
+    ],
+)
+def test_cli_values_that_do_not_fit(arguments, said, capsys):
+    code, out, err = run_cli(capsys, *arguments)
+    assert (code, out) == (2, "") and said in err.splitlines()[-1]

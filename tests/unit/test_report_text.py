@@ -45,17 +45,18 @@ def test_human_size():
 
 
 @pytest.mark.parametrize(
-    ("recipe", "is_redacted", "remedy"),
+    ("recipe", "redact", "dump_weights", "remedy"),
     [
-        (None, False, 'to replay, give replay="module:function"'),
-        (None, True, "to replay, train with redact=False"),
-        ("train:recipe", True, "to replay, train with redact=False"),
+        (None, False, True, 'to replay, give replay="module:function"'),
+        (None, True, True, "to replay, train with redact=False"),
+        ("train:recipe", True, True, "to replay, train with redact=False"),
+        ("train:recipe", False, False, "to replay, train with dump_weights=True"),
     ],
 )
-def test_the_error_and_the_report_name_the_same_next_command(recipe, is_redacted, remedy):
+def test_the_error_and_the_report_name_the_same_next_command(recipe, redact, dump_weights, remedy):
     found = dataclasses.replace(report(12, 8), dump_path="nan_dumps/step-00000012")
-    lacks = replay_lacks(recipe, is_redacted)
+    lacks = replay_lacks(recipe, redact=redact, dump_weights=dump_weights)
     expected = f"ddp-nanguard show nan_dumps/step-00000012; {remedy}"
     assert error_text(found, lacks).splitlines()[-1] == f"  next:     {expected}"
     assert ("next", expected) in fault_rows(found, lacks)
-    assert error_text(found, replay_lacks("train:recipe", False)).endswith("--trace")
+    assert error_text(found, replay_lacks("train:recipe", redact=False, dump_weights=True)).endswith("--trace")

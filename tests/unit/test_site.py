@@ -7,9 +7,11 @@ import json
 import math
 import pickle
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ddp_nanguard.blame import exchange
 from ddp_nanguard.errors import NonFiniteError
 from ddp_nanguard.report.types import KINDS, Evidence, FaultReport, InlineCode, Phase, SecondRun, Site, json_safe
 
@@ -112,3 +114,33 @@ def test_the_same_place_sets_rank_and_step_aside() -> None:
 
 def test_non_finite_numbers_are_strings_in_json() -> None:
     assert json_safe({"a": [math.nan, (math.inf, -math.inf)], "b": 1.5}) == {"a": ["nan", ["inf", "-inf"]], "b": 1.5}
+
+
+@pytest.mark.parametrize("letter", ["x", "層", "𝕏"])
+@pytest.mark.parametrize("length", [10, 250, 300, 5000])
+@pytest.mark.parametrize("num_suspects", [0, 3, 400])
+def test_a_site_crosses_ranks_however_long_its_names_are(letter: str, length: int, num_suspects: int) -> None:
+    name = f"a{letter * length}z"
+    site = Site(
+        rank=1,
+        step=2,
+        micro_batch=0,
+        phase=Phase.BACKWARD,
+        layer=name,
+        call=1,
+        slot=name,
+        kind="nan",
+        inline_code=InlineCode(name, name, name),
+        evidence=Evidence((3, 4), "float32", 1, 0, 0, 12, 5.0, (0, 1)),
+        neg_inf_from=name,
+        suspects=(name,) * num_suspects,
+    )
+    text = exchange._site_text(site)
+    assert len(text.encode()) <= exchange._SITE_BYTES
+    crossed = Site.from_dict(json.loads(text))
+    assert (crossed.rank, crossed.step, crossed.micro_batch, crossed.phase) == (1, 2, 0, Phase.BACKWARD)
+    assert crossed.layer is not None and crossed.layer[:2] == name[:2] and crossed.layer[-2:] == name[-2:]
+    if letter == "x" and length == 10 and num_suspects == 0:
+        assert crossed == site
+    if num_suspects == 400 and crossed.suspects:
+        assert crossed.suspects[-1] == "396 more"
