@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -46,10 +47,15 @@ def _modules() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
+@functools.cache
+def _nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def _imports(path: Path) -> Iterator[str]:
     """Absolute dotted names of all that a file imports: in functions and for type checking too."""
     package = ("ddp_nanguard", *path.relative_to(PACKAGE).parts[:-1])
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -121,7 +127,7 @@ def test_the_lowest_rooms_know_of_no_communication(room: str) -> None:
 
 def test_only_the_dump_touches_files_and_nothing_is_unpickled() -> None:
     for path in _modules():
-        calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}
+        calls = {ast.unparse(node.func) for node in _nodes(path) if isinstance(node, ast.Call)}
         if _room(path) not in MAY_TOUCH_FILES:
             assert not calls & {"open", "os.open", "os.makedirs", "os.mkdir"}, path
         assert not calls & {"pickle.loads", "torch.load"}, path
