@@ -29,31 +29,32 @@ import torch.distributed as dist  # noqa: E402
 
 from benchmarks.watches import EVERYTHING, Guard, Watch  # noqa: E402
 from benchmarks.workloads import MODELS, Case, Loop  # noqa: E402
+from ddp_nanguard.context import GuardContext  # noqa: E402
 from ddp_nanguard.distributed.group import RankGroup  # noqa: E402
-from ddp_nanguard.fault.policy import FaultPolicy  # noqa: E402
 from ddp_nanguard.guard import NanGuard  # noqa: E402
 from ddp_nanguard.hooks import loop  # noqa: E402
 from ddp_nanguard.probes import backward, forward  # noqa: E402
 from ddp_nanguard.probes.gradient import GradientProbe  # noqa: E402
 from ddp_nanguard.probes.severity import SeverityReducer  # noqa: E402
 from ddp_nanguard.probes.slots import SlotBuffer  # noqa: E402
+from ddp_nanguard.step.monitor import StepMonitor  # noqa: E402
 from ddp_nanguard.wrappers import base  # noqa: E402
 
 STEPS, WARM_UP = 30, 8
 TIMED: list[tuple[str, Any, str]] = [
-    ("a micro-batch begins (random states)", NanGuard, "_begin_micro_batch"),
+    ("a micro-batch begins (random states)", StepMonitor, "begin_micro_batch"),
     ("before modules", forward._BeforeHook, "__call__"),
     ("after modules", forward._AfterHook, "__call__"),
     ("  of both: hooks put on tensors", backward.BackwardProbe, "watch"),
     ("loss", NanGuard, "watch"),
     ("gradients of activations", backward.GradientHook, "__call__"),
     ("gradients of parameters: hooks", base.LeafHook, "__call__"),
-    ("gradients of parameters, local", GradientProbe, "see_waiting"),
+    ("gradients of parameters, local", GradientProbe, "flush_pending"),
     ("end of backward, reduced gradients", backward.BackwardProbe, "_second_callback"),
     ("verdict, all of it", loop.BeforeStepHook, "__call__"),
     ("  severity on the device", SeverityReducer, "severity"),
-    ("  the collective", RankGroup, "ask"),
-    ("  slots to the ring", FaultPolicy, "go_on"),
+    ("  the collective", RankGroup, "all_reduce_verdict"),
+    ("  slots to the ring", GuardContext, "keep_clean_step"),
     ("updated weights", loop.AfterStepHook, "__call__"),
     ("  of all: reductions", SlotBuffer, "reduce"),
 ]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import cost_model, counts, fault_round, gpu, memory
+from benchmarks import cost_model, counts, fault_round, gpu, memory, profile_step
 from benchmarks.counts import Found
 from benchmarks.workloads import Case
 from ddp_nanguard.report.types import MAX_SITES
@@ -97,3 +97,13 @@ def test_the_gpu_script_runs_without_a_gpu() -> None:
     assert [row["dtype"] for row in found["bandwidth"]] == ["float32"] * 3 + ["bfloat16"] * 3
     for verdict in gpu.verdicts():
         assert found["eager"][verdict]["pairs"] == gpu.SHORT.pairs, found["eager"]
+
+
+def test_what_the_profile_of_a_step_times_is_called_in_one() -> None:
+    (rows,) = run_ranks(_profile, world_size=1)
+    assert not [label for label, row in rows.items() if row["calls"] < 1], rows
+
+
+def _profile(rank: int, world_size: int) -> dict[str, dict[str, float]]:
+    profile_step.WARM_UP, profile_step.STEPS = 1, 1
+    return profile_step.profile("mlp")["rows"]  # type: ignore[no-any-return]

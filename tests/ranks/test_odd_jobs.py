@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_nanguard import NanGuard, NonFiniteError
@@ -339,3 +339,47 @@ def test_a_defect_on_the_way_to_the_dump_does_not_replace_the_fault(tmp_path: Pa
     assert text.splitlines()[0] == other_text.splitlines()[0]
     assert report["origin"] == other["origin"] and report["origin"]["rank"] == 1
     assert other["notes"] == ["dump: this rank has no part of it: KeyError: 'defect'"]
+
+
+class _Tied(nn.Module):
+    """Forty layers that share one weight, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a_long_name_of_a_stack = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(40))
+        for layer in self.a_long_name_of_a_stack:
+            layer.weight = self.a_long_name_of_a_stack[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.a_long_name_of_a_stack:
+            x = layer(x)
+        return x
+
+
+def _with_many_suspects(rank: int, world_size: int) -> Any:
+    torch.manual_seed(0)
+    net = _Tied()
+    weight = net.a_long_name_of_a_stack[0].weight
+    model = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    guard = NanGuard(model, optimizer, dump_dir=None, timeout_s=10, budget=None)
+
+    def train() -> None:
+        for step in range(3):
+            handle = weight.register_hook(lambda gradient: gradient * NAN) if (rank, step) == (1, 2) else None
+            guard(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if handle is not None:
+                handle.remove()
+
+    return _stopped(train)
+
+
+def test_an_origin_with_more_suspects_than_fit_stays_the_origin() -> None:
+    first, second = run_ranks(_with_many_suspects)
+    assert first == second
+    origin = first[1]["origin"]
+    assert (origin["rank"], origin["step"], origin["phase"]) == (1, 2, "backward")
+    assert origin["slot"] == "a_long_name_of_a_stack.0.weight"
+    assert origin["suspects"][0] == "a_long_name_of_a_stack.0" and origin["suspects"][-1] == "36 more"

@@ -122,9 +122,9 @@ def test_a_number_that_the_host_has_read_is_followed() -> None:
 
 
 def test_our_own_probes_are_not_traced() -> None:
-    board, bad = SlotBuffer(4), torch.full((3,), math.nan)
+    slots, bad = SlotBuffer(4), torch.full((3,), math.nan)
     with traced() as trace:
-        board.reduce(SlotRole.EVIDENCE, bad, None)
+        slots.reduce(SlotRole.EVIDENCE, bad, None)
     assert trace.num_operators == 0
 
 

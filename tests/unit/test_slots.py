@@ -1,4 +1,4 @@
-"""Slots of the board, against the tensor's own minimum and maximum."""
+"""Slots, against the tensor's own minimum and maximum."""
 
 from __future__ import annotations
 
