@@ -112,8 +112,19 @@ def read_all(path: Path) -> None:
 
 
 @given(changes(FILES))
-@settings(common, max_examples=150)
+@settings(common, max_examples=70)
 def test_reading_ends_in_one_line_or_in_success(dump: Path, change: tuple[str, str]) -> None:
+    _assert_readable_or_refused(dump, change)
+
+
+@pytest.mark.exhaustive
+@given(changes(FILES))
+@settings(common, max_examples=1000)
+def test_so_it_does_with_many_more_changes(dump: Path, change: tuple[str, str]) -> None:
+    _assert_readable_or_refused(dump, change)
+
+
+def _assert_readable_or_refused(dump: Path, change: tuple[str, str]) -> None:
     with changed(dump, *change):
         one_line_or_success(lambda: read_all(dump))
         one_line_or_success(lambda: open_dump(dump))
@@ -121,7 +132,7 @@ def test_reading_ends_in_one_line_or_in_success(dump: Path, change: tuple[str, s
 
 
 @given(changes(OF_RECORDS))
-@settings(common, max_examples=40)
+@settings(common, max_examples=25)
 def test_the_command_line_says_one_line_or_succeeds(dump: Path, change: tuple[str, str]) -> None:
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # a terminal takes no half of a surrogate pair either
     with changed(dump, *change), contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(out):
@@ -132,7 +143,7 @@ def test_the_command_line_says_one_line_or_succeeds(dump: Path, change: tuple[st
 
 
 @given(changes(OF_RECORDS))
-@settings(common, max_examples=40)
+@settings(common, max_examples=25)
 def test_a_replay_ends_in_one_line_or_with_an_outcome(dump: Path, change: tuple[str, str]) -> None:
     before = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch, changed(dump, *change):

@@ -61,7 +61,7 @@ def _said(site: Site, expected: Expected) -> Expected:
 
 
 @pytest.mark.timeout(300)  # a failure is shrunk first
-@settings(REPEATABLE, max_examples=120)
+@settings(REPEATABLE, max_examples=80)
 @given(trapped_trees())
 def test_the_origin_is_named_exactly(drawn: tuple[Part, Trap]) -> None:
     _assert_named(*drawn)

@@ -61,7 +61,7 @@ def _grown(history: dict[str, Any]) -> tuple[str, int, float]:
     return name, first_step, math.exp(math.log(total) / num_rises)
 
 
-@pytest.mark.parametrize("amp", [False, True], ids=["fp32", "amp"])
+@pytest.mark.parametrize("amp", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["fp32", "amp"])
 def test_growth_by_the_learning_rate_is_read_from_the_history(
     amp: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

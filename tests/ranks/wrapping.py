@@ -128,7 +128,7 @@ WRAP: dict[str, Callable[[Odd], nn.Module]] = {
     "hsdp1": lambda net: flatten(net, sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh_2d()),
 }
 KINDS = {kind: 4 if kind in ("hsdp2", "hsdp1", "fsdp2_reshard_2") else 2 for kind in WRAP}
-VARIANTS = ("fsdp2_keep", "fsdp2_root", "fsdp1_grad_op", "fsdp1_grad_op_flat", "fsdp1_no_shard")
+VARIANTS = ("fsdp2_keep", "fsdp2_root", "fsdp2_reshard_2", "fsdp1_grad_op", "fsdp1_grad_op_flat", "fsdp1_no_shard")
 """They differ in when parameters are gathered and freed."""
 each_kind = pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.exhaustive] if kind in VARIANTS else []) for kind in WRAP]
