@@ -1,6 +1,7 @@
 """Tests. A package, so that the bodies that ranks run can be imported by name.
 
 unit/        one file per subject, one process, seconds in all
+reasons/     jobs that really make each value, in one process: the reason, its sentence, the line
 properties/  what hypothesis draws: a fault at any place of any module tree, a dump changed anywhere
 ranks/       real processes: wrappers, verdict, dumps, replays, teardown; `test_matrix` crosses them with faults
 cases/       public failure reports, restated
