@@ -173,7 +173,10 @@ class FaultPolicy:
             return report
         try:
             request = dump_request(context, record, findings, report)
-        except Exception as error:  # a defect here must not replace the fault; peers wait at most timeout_s
+        except Exception as error:  # a defect here must not replace the fault
+            # peers are in the dump's collectives by now, at most timeout_s: none of this rank's may meet those
+            context.ranks.peers_lost = True
+            context.ranks.close()
             return _with_notes(report, [f"dump: this rank has no part of it: {type(error).__name__}: {error}"])
         if runs_again:
             request = rerun_in_place(context, request, record.window.micro_batches)

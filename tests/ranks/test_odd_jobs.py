@@ -313,7 +313,12 @@ def _with_unsaved(rank: int, world_size: int, dump_dir: str, timeout_s: float = 
             optimizer.step()
             optimizer.zero_grad()
 
-    return _stopped(train)
+    try:
+        train()
+    except NonFiniteError as error:
+        error.barrier()  # as at the end of a process that does not catch it
+        return str(error), error.report.to_dict()
+    raise AssertionError("no fault")
 
 
 def test_a_registered_object_that_raises_does_not_replace_the_fault(tmp_path: Path) -> None:
@@ -326,12 +331,20 @@ def test_a_registered_object_that_raises_does_not_replace_the_fault(tmp_path: Pa
 
 
 def _without_request(rank: int, world_size: int, dump_dir: str) -> Any:
+    def forbidden(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("a collective that meets those of the peers' dump")
+
     def defect(*arguments: Any) -> Any:
+        dist.all_reduce = forbidden
         raise KeyError("defect")
 
+    kept = policy.dump_request, dist.all_reduce
     if rank == 1:
         policy.dump_request = defect
-    return _with_unsaved(rank, world_size, dump_dir, timeout_s=1.0)
+    try:
+        return _with_unsaved(rank, world_size, dump_dir, timeout_s=1.0)
+    finally:
+        policy.dump_request, dist.all_reduce = kept
 
 
 def test_a_defect_on_the_way_to_the_dump_does_not_replace_the_fault(tmp_path: Path) -> None:
@@ -339,6 +352,7 @@ def test_a_defect_on_the_way_to_the_dump_does_not_replace_the_fault(tmp_path: Pa
     assert text.splitlines()[0] == other_text.splitlines()[0]
     assert report["origin"] == other["origin"] and report["origin"]["rank"] == 1
     assert other["notes"] == ["dump: this rank has no part of it: KeyError: 'defect'"]
+    assert open_dump(report["dump_path"]).ranks == [0]
 
 
 class _Tied(nn.Module):
