@@ -82,7 +82,7 @@ def build_context(
         guarded.add(args.wrapper.root)
     else:
         ranks.close()
-    context = _compose(args, ranks, replay, device)
+    context = compose(args, ranks, replay, device)
     context.injection = injection
     return context
 
@@ -93,7 +93,17 @@ def _device_of(wrapper: Wrapper) -> torch.device:
     return torch.device("cpu")
 
 
-def _compose(args: ValidatedArgs, ranks: RankGroup, recipe: str | None, device: torch.device) -> GuardContext:
+def compose(args: ValidatedArgs, ranks: RankGroup, recipe: str | None, device: torch.device) -> GuardContext:
+    """The parts of a guard, none of which is on the model yet.
+
+    Args:
+        args: validated.
+        ranks: that step together.
+        recipe: its name, None without one.
+        device: of the model.
+
+    Collective: none.
+    """
     config, wrapper = args.config, args.wrapper
     parameters = wrapper.named_parameters()
     modules = wrapper.named_modules()

@@ -81,9 +81,9 @@ class GuardConfig:
     """Keep the contents of batches out of dumps: shapes and dtypes only. Such a dump cannot be replayed."""
     keep_previous: bool = False
     """Keep all that an update changes from before it, so that a bad update can be undone and replayed."""
-    rerun: bool = False
-    """Run the step of a fault a second time before the dump, and report whether the fault comes again; needs
-    ``replay=``."""
+    look_again: bool = True
+    """After a fault run its step once more in place, on all ranks together, and name layer, operator, line and
+    reason."""
     verdict: Literal["sync", "deferred"] = "sync"
     """``deferred``: a fused optimizer withholds a bad update by itself, and the host learns of it one step later."""
     budget: float | None = 0.02

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -53,6 +54,9 @@ class GuardContext:
         known_nonfinite: what the dump of a replay says was non-finite in clean steps; in training the ring of clean
             steps tells it, and this is empty.
         injection: the fault that the environment injects into this job; None in all others.
+        is_second_look: whether it belongs to a second look, on a model that has a guard.
+        num_looks: runs of second looks so far, the same on all ranks.
+        paused: a context in which the monitor of this guard follows nothing, set by that.
         compiled: names of modules inside compiled code, and of modules whose own call is compiled.
         has_hooks: whether the hooks of the forward are on the modules.
     """
@@ -89,6 +93,9 @@ class GuardContext:
     registered: dict[str, Any] = field(default_factory=dict)
     known_nonfinite: frozenset[KnownNonFinite] = frozenset()
     injection: InjectionSpec | None = None
+    is_second_look: bool = False
+    num_looks: int = 0
+    paused: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     compiled: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
     has_hooks: bool = False
 
@@ -266,7 +273,8 @@ class GuardContext:
         self.backward.close()
         if self.scaler is not None:
             self.scaler.close()
-        guarded.discard(self.wrapper.root)
+        if not self.is_second_look:
+            guarded.discard(self.wrapper.root)
 
     def close(self) -> None:
         """Release every tensor and call record, and give the fault group up."""

@@ -100,6 +100,22 @@ class NanGuard:
         for name, value in named_losses(losses):
             self._monitor.watch_loss(name, value)
 
+    def run(self, step: Callable[[Any, Any], Any], batch: Any) -> Any:
+        """One micro-batch in one call, ``loss = guard.run(step, batch)``: in place of ``guard(...)`` and ``guard.watch``.
+
+        After a fault the whole step can then be run once more, with the code of the loss, which lies outside the model.
+
+        Args:
+            step: ``step(model, batch)`` gives the loss, shape (), or a dict of named losses.
+            batch: of the micro-batch.
+
+        Raises:
+            ValueError: ``step`` returned something else.
+        """
+        if not self._monitor.is_watching or not torch.is_grad_enabled():
+            return step(self._model(), batch)
+        return self._monitor.run_step(step, batch)
+
     def check(self) -> bool:
         """The verdict now, for engines that own the step, and before saving a checkpoint. Once per window.
 

@@ -60,7 +60,6 @@ def validate_args(
         ValueError: names the option, the value and the remedy.
     """
     config = GuardConfig.from_code_and_environment(options)
-    _require_recipe(config, replay)
     wrapper = wrapper_of(model)
     _require_eager_autograd(wrapper)
     _require_materialised(model)
@@ -73,14 +72,6 @@ def validate_args(
         _require_deferrable(config, each, wrapper)
     fitting = require_fitting_scaler(scaler, wrapper) if config.enabled else None
     return ValidatedArgs(config, wrapper, optimizers, fitting, _recipe_directory(replay))
-
-
-def _require_recipe(config: GuardConfig, replay: str | None) -> None:
-    if config.rerun and replay is None:
-        raise ValueError(
-            f"option rerun={config.rerun!r} runs the recipe's step, and there is no recipe; "
-            'give replay="module:function" too, or rerun=False'
-        )
 
 
 def _require_deferrable(config: GuardConfig, optimizer: torch.optim.Optimizer, wrapper: Wrapper) -> None:

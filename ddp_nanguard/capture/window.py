@@ -14,6 +14,7 @@ from ddp_nanguard.tensors.containers import copy_containers, named_tensors_in, p
 from ddp_nanguard.tensors.minmax import kind_in
 
 from . import rng
+from .model_calls import ModelCalls
 from .rng import RandomState
 
 SMALL_BYTES = 2**20
@@ -53,6 +54,7 @@ class AccumulationWindow:
         micro_batches: those begun so far.
         reduced_micro_batches: indices of those after whose backward gradients were communicated.
         generators: registered random generators by name.
+        calls: calls of the model and backward passes through them.
 
     Memory: references to the batches (copies with ``copy_batch`` or where ``hold="host"`` moves them off the device),
     and one copy of the floating buffers, and of others up to `SMALL_BYTES` each.
@@ -61,6 +63,7 @@ class AccumulationWindow:
     def __init__(self, device: torch.device, copy_batch: bool, hold: Literal["device", "host"]) -> None:
         self._device = device
         self.generators: dict[str, Any] = {}
+        self.calls = ModelCalls(device)
 
         # - Batches. Tensors kept by reference can be changed in place by the step, which would make the dump lie: their
         # versions tell
@@ -77,13 +80,14 @@ class AccumulationWindow:
         """An empty window of the same kind, with the same generators."""
         other = copy.copy(self)
         other.micro_batches, other._versions, other._buffers, other._has_buffers = [], [], {}, False
-        other.reduced_micro_batches = set()
+        other.reduced_micro_batches, other.calls = set(), self.calls.empty_copy()
         return other
 
     def frozen_copy(self) -> AccumulationWindow:
         """A window with the same micro-batches and its own copies of the buffers; clearing this one leaves it alone."""
         other = copy.copy(self)
         other._buffers = {name: buffer.clone() for name, buffer in self.buffers().items()}
+        other.calls = self.calls.empty_copy()  # a step that is put back is not looked at again
         return other
 
     def begin_micro_batch(self, batch: Any) -> MicroBatch:
@@ -158,6 +162,7 @@ class AccumulationWindow:
         """Forget the window; the memory of the buffers' copies stays for the next one."""
         self.micro_batches = []
         self.reduced_micro_batches = set()
+        self.calls.clear()
         self._versions = []
         self._has_buffers = False
 

@@ -16,6 +16,7 @@ import torch
 
 from ddp_nanguard.errors import DumpError
 from ddp_nanguard.report.text import report_text
+from ddp_nanguard.report.types import FaultReport
 from ddp_nanguard.tensors.dtypes import dtype_name
 
 from .batch_codec import pack, unpack
@@ -79,10 +80,35 @@ def write_shared_files(request: DumpRequest, dump: Path, final: Path, outcome: O
         replicas_disagree=tuple(outcome.replicas_disagree),
         size_bytes=sum(entry.size_bytes for entry in files),
     )
-    files.append(write_text(dump, REPORT, report_text(report, manifest)))
-    # The manifest marks a dump as whole, so it is written last and renamed: no reader may find half of it.
-    write_json(dump, f".{MANIFEST}", dataclasses.replace(manifest, files=tuple(files)).to_dict())
-    (dump / f".{MANIFEST}").rename(dump / MANIFEST)
+    _write_manifest(dump, dataclasses.replace(manifest, files=tuple(files)))
+
+
+def amend_report(dump: Path, report: FaultReport) -> None:
+    """Replace the report of a whole dump, in its manifest and in its text; a reader finds the old one or the new.
+
+    Args:
+        dump: the directory.
+        report: of the same fault; path and notes stay those of the dump.
+
+    Raises:
+        DumpError, OSError: the manifest cannot be read or written; it is the old one then.
+    """
+    manifest = read_versioned(dump, MANIFEST, Manifest)
+    then = manifest.report
+    notes = tuple(dict.fromkeys((*then.notes, *report.notes)))
+    report = dataclasses.replace(report, dump_path=then.dump_path, notes=notes)
+    _write_manifest(dump, dataclasses.replace(manifest, report=report))
+
+
+def _write_manifest(dump: Path, manifest: Manifest) -> None:
+    """The text for people, then the manifest, which marks a dump as whole; each renamed, so that no reader finds half.
+
+    The text is not among the files with a checksum: it says nothing that the manifest does not.
+    """
+    write_text(dump, f".{REPORT}", report_text(manifest.report, manifest))
+    write_json(dump, f".{MANIFEST}", manifest.to_dict())
+    for name in (REPORT, MANIFEST):
+        (dump / f".{name}").rename(dump / name)
 
 
 def _rank_entries(dump: Path) -> list[FileEntry]:

@@ -82,7 +82,6 @@ class RankEvidence:
         dtypes: of the parameters, by clean name.
         scaler: state of the GradScaler; None without one.
         notes: parts of the batches that could not be kept as they were.
-        rerun: result of the option ``rerun`` on this rank, for people; None without it.
     """
 
     rank: Rank
@@ -104,7 +103,6 @@ class RankEvidence:
     dtypes: dict[str, str] = field(default_factory=dict)
     scaler: dict[str, Any] | None = None
     notes: tuple[str, ...] = ()
-    rerun: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as JSON-ready data, the inverse of `from_dict`."""

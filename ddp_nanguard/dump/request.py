@@ -88,12 +88,14 @@ class DumpResult:
         problems: one line each; empty when everything was written.
         replicas_disagree: ``rank 1: model.w`` for replicated tensors that differ from replica 0's; only the first of
             them.
+        leads: whether this rank has written the files that ranks share; not the same on every rank.
     """
 
     path: str | None
     size_bytes: int = 0
     problems: list[str] = field(default_factory=list)
     replicas_disagree: list[str] = field(default_factory=list)
+    leads: bool = False
 
     @property
     def is_partial(self) -> bool:

@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from ddp_nanguard.report.types import FaultReport, Natural, Rank, SecondRun, Site
+from ddp_nanguard.report.types import FaultReport, Natural, Rank, Site
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 60
@@ -59,7 +59,6 @@ class Counted:
 
 _FORMS: dict[Any, dict[str, Any]] = {
     Site: {"order": None},
-    SecondRun: {"ranks": dict[str, Counted]},
     FaultReport: {"num_ranks_affected": None, "ranks_affected": Counted},
 }
 """Fields whose JSON has another type than the field itself; None for a field that is not in the JSON."""

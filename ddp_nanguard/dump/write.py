@@ -307,7 +307,9 @@ class _Together:
             numbers = {rank: end["number"] for rank, end in zip(self.ranks, ends, strict=True)}[self.sharing[0]]
             path = self.root / str(DumpName(self.name.step, int(numbers[0]))) if numbers else self.path
         size_bytes = late.guard("size unknown", lambda: place.size_of(path)) if path is not None else 0
-        return DumpResult(str(path) if path else None, size_bytes or 0, problems, outcome.replicas_disagree)
+        return DumpResult(
+            str(path) if path else None, size_bytes or 0, problems, outcome.replicas_disagree, self._leads
+        )
 
     def _make_final(self, outcome: Outcome) -> DumpName:
         assert self.path is not None

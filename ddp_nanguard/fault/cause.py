@@ -9,8 +9,9 @@ from typing import Any
 from ddp_nanguard.blame.inspect import RankFindings
 from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.context import GuardContext
-from ddp_nanguard.diagnosis.rules.report_rules import ReportFacts, reason_of
+from ddp_nanguard.diagnosis.rules.report_rules import ReportFacts, finite_in_place, reason_of
 from ddp_nanguard.report.types import FaultReport, Phase
+from ddp_nanguard.second_look.look import Looked
 
 from .dump_request import dtypes_of, history_of, plain_optimizers
 
@@ -41,6 +42,34 @@ def explained(
     answer = _answer(context, record, findings, report) if is_mine else ""
     text = context.ranks.ask(lambda ranks: ranks.text_of(is_mine, answer))
     return replace(report, cause=f"{text}; {cause}" if cause else text) if text else report
+
+
+def known_before(context: GuardContext, findings: RankFindings) -> dict[str, Any]:
+    """What the rules are told of this rank beside its trace. Host sync: many."""
+    histories = {context.ranks.rank: history_of(context, findings.slot_stats)}
+    return {"histories": histories, "optimizers": plain_optimizers(context), "dtypes": dtypes_of(context)}
+
+
+def told_why(context: GuardContext, record: StepRecord, looked: Looked, cause: str) -> FaultReport:
+    """The report of a second look, with the reason: that of its trace, else what rules say without one.
+
+    Args:
+        context: of the guard.
+        record: of the step.
+        looked: what the second look gave.
+        cause: what was known beside the reason.
+
+    Collective: as `explained`, where the step was run again and its trace gave no reason.
+    """
+    report = looked.report
+    if report.cause.startswith("scale collapse"):
+        return report
+    if looked.reason:
+        return replace(report, cause=f"{looked.reason}; {cause}" if cause else looked.reason)
+    finite = finite_in_place(ReportFacts(report))
+    if finite is not None:
+        return replace(report, cause=finite.text)
+    return report if looked.findings is None else explained(context, record, looked.findings, report, cause)
 
 
 def _answer(context: GuardContext, record: StepRecord, findings: RankFindings, report: FaultReport) -> str:

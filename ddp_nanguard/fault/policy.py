@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -13,20 +16,25 @@ from ddp_nanguard.blame.inspect import RankFindings, rescan
 from ddp_nanguard.blame.triage import Decision, Judgement, Triage
 from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.context import GuardContext
+from ddp_nanguard.distributed.exit import exit_process
+from ddp_nanguard.dump.manifest import amend_report
 from ddp_nanguard.dump.write import write_dump
-from ddp_nanguard.errors import NonFiniteError
+from ddp_nanguard.errors import DumpError, NonFiniteError
 from ddp_nanguard.probes.severity import Severity
 from ddp_nanguard.report.messages import log_line
 from ddp_nanguard.report.text import error_text, replay_lacks
 from ddp_nanguard.report.types import FaultReport, Phase
 from ddp_nanguard.report.wording import listed
+from ddp_nanguard.second_look.look import Fault, Looked, look_again
 from ddp_nanguard.wrappers.grad_scaler import ScalerSnapshot
 
-from .cause import explained
+from .cause import explained, known_before, told_why
 from .dump_request import dump_request
-from .rerun import rerun_in_place
 
 _log = logging.getLogger(__name__)
+
+LOOKS_WHILE_SKIPPING = 3
+"""Steps of one kind that are looked at again under ``on_fault="skip"``."""
 
 
 class FaultPolicy:
@@ -46,6 +54,8 @@ class FaultPolicy:
         self.triage = Triage(context)
         self.num_skips = 0
         self.num_warned: dict[tuple[str, str | None], int] = {}
+        self._looked_at: dict[tuple[str, int | None], int] = {}
+        self._amended: str | None = None  # the dump of this fault whose report is this rank's to amend
         # held while a fault is handled: the thread that hears of a peer's abort must not dump the same step once more
         self._busy = threading.Lock()
 
@@ -75,25 +85,34 @@ class FaultPolicy:
         assert findings is not None
         warns = config.on_fault == "warn" or (judgement.severity is Severity.LOSS and config.on_loss == "warn")
         if warns and not self.context.ranks.peers_lost:
-            return self._warn(report, record)
+            return self._warn(report, judgement, record)
         # before anything slow or breakable: this line is what is left if the rest fails
         _log.error("%s", log_line(report))
         report = explained(self.context, record, findings, report, judgement.cause)
         # without peers nobody knows whether they would skip too, and ranks that part train different models
         if config.on_fault == "skip" and not self.context.ranks.peers_lost:
             if self._may_skip(findings):
-                return self._skip(report, findings, record)
+                return self._skip(report, judgement, record)
             report = replace(report, notes=(*report.notes, self._why_no_skip()))
-        return self._stop(report, findings, record)
+        return self._stop(report, judgement, record)
 
-    def _warn(self, report: FaultReport, record: StepRecord) -> Decision:
+    def _warn(self, report: FaultReport, judgement: Judgement, record: StepRecord) -> Decision:
         self.triage.let_through = record.step
+        if self._is_new(report):
+            _log.warning("%s (let through; further ones of this layer and phase are counted)", log_line(report))
+            looked = self._looked(report, judgement, record, keep_gradients=True)
+            if looked.must_stop:
+                return self._raise(_cannot_go_on(looked.report), record)
+            if looked.report.origin != report.origin:
+                _log.warning("%s", log_line(looked.report))
+        return Decision.PROCEED
+
+    def _is_new(self, report: FaultReport) -> bool:
+        """Count the fault by phase and layer; whether it is the first of its kind."""
         origin = report.origin
         key = (str(origin.phase), origin.layer) if origin is not None else ("unknown", None)
         self.num_warned[key] = self.num_warned.get(key, 0) + 1
-        if self.num_warned[key] == 1:
-            _log.warning("%s (let through; further ones of this layer and phase are counted)", log_line(report))
-        return Decision.PROCEED
+        return self.num_warned[key] == 1
 
     def _may_skip(self, findings: RankFindings) -> bool:
         (is_lasting,) = self.context.ranks.any_of(bool(findings.nonfinite_state.lasting()))
@@ -105,18 +124,31 @@ class FaultPolicy:
             return f"{self.num_skips} steps were skipped before this one: max_skips={max_skips}"
         return "not skipped: state is damaged, and skipping this step would not heal it"
 
-    def _skip(self, report: FaultReport, findings: RankFindings, record: StepRecord) -> Decision:
-        context = self.context
+    def _skip(self, report: FaultReport, judgement: Judgement, record: StepRecord) -> Decision:
+        context, findings = self.context, judgement.findings
+        assert findings is not None
         self.num_skips += 1
         # where the next step has run meanwhile, its own updates of the buffers stay unless they are bad too
         if record.is_current or context.ranks.any_of(bool(findings.nonfinite_state.buffers))[0]:
             report = self._restore_buffers(report, findings, record)
         report = self._dumped(report, findings, record)
+        if self._looks_at_skipped(report):
+            looked = self._looked(report, judgement, record, keep_gradients=not record.is_current)
+            report = looked.report
+            if looked.must_stop:
+                return self._raise(_cannot_go_on(report), record)
         if record.is_current:  # else the gradients are those of the next step
             self._clear_gradients()
         done = f"step {report.step} skipped on all ranks ({self.num_skips} of at most {context.config.max_skips})"
         _log.warning("%s%s", done, f"; dump {report.dump_path}" if report.dump_path else "")
         return Decision.SKIP
+
+    def _looks_at_skipped(self, report: FaultReport) -> bool:
+        """The first few of a kind are looked at again; what comes in every step is known by then."""
+        origin = report.origin
+        key = (str(origin.phase), origin.rank) if origin is not None else ("unknown", None)
+        self._looked_at[key] = self._looked_at.get(key, 0) + 1
+        return self._looked_at[key] <= LOOKS_WHILE_SKIPPING
 
     def _clear_gradients(self) -> None:
         # this is what leaves the step out: an optimizer changes no parameter that has no gradient
@@ -125,17 +157,23 @@ class FaultPolicy:
         for _, parameter in self.context.wrapper.named_parameters():
             parameter.grad = None
 
-    def _stop(self, report: FaultReport, findings: RankFindings, record: StepRecord) -> Decision:
-        context = self.context
+    def _stop(self, report: FaultReport, judgement: Judgement, record: StepRecord) -> Decision:
+        findings = judgement.findings
+        assert findings is not None
         undone = self._undone(report)
         if undone is not None:
             report, record = self._undo_update(report, undone), undone
         else:
             report = self._restore_buffers(report, findings, record)
         report = self._dumped(report, findings, record)
+        # a loop may catch the error, so the gradients stay where they cost nothing: not where they are sharded
+        keeps = not (self.context.wrapper.is_sharded and record.is_current)
+        return self._raise(self._looked(report, judgement, record, keeps).report, record)
+
+    def _raise(self, report: FaultReport, record: StepRecord) -> Decision:
+        context, config = self.context, self.context.config
         if isinstance(record.scaler, ScalerSnapshot):  # the scaler has been updated since
             record.scaler.restore()
-        config = context.config
         lacks = replay_lacks(context.recipe, redact=config.redact, dump_weights=config.dump_weights)
         raise NonFiniteError(error_text(report, lacks), report, config.exit_code, context.ranks.barrier)
 
@@ -168,8 +206,8 @@ class FaultPolicy:
 
     def _dumped(self, report: FaultReport, findings: RankFindings, record: StepRecord) -> FaultReport:
         context = self.context
-        runs_again = context.config.rerun and not context.ranks.peers_lost
-        if context.config.dump_dir is None and not runs_again:
+        self._amended = None
+        if context.config.dump_dir is None:
             return report
         try:
             request = dump_request(context, record, findings, report)
@@ -178,9 +216,6 @@ class FaultPolicy:
             context.ranks.peers_lost = True
             context.ranks.close()
             return _with_notes(report, [f"dump: this rank has no part of it: {type(error).__name__}: {error}"])
-        if runs_again:
-            request = rerun_in_place(context, request, record.window.micro_batches)
-            report = request.report
         result = write_dump(request)
         notes = [f"dump: {problem}" for problem in result.problems]
         if result.replicas_disagree:
@@ -189,7 +224,41 @@ class FaultPolicy:
         if result.is_partial:
             notes.append(f"dump: {path} cannot be read, since it was not finished")
             path = None
+        elif result.leads:
+            self._amended = result.path
         return _with_notes(replace(report, dump_path=path), notes)
+
+    # -- the second look ---------------------------------------------------------------------------------------------
+
+    def _looked(self, report: FaultReport, judgement: Judgement, record: StepRecord, keep_gradients: bool) -> Looked:
+        """The report after a second look, and in the dump too; the same as before where there is none."""
+        context, findings = self.context, judgement.findings
+        if not context.config.look_again or context.ranks.peers_lost or findings is None:
+            return Looked(report)
+        silent = partial(self._end_in_silence, record)
+        looked = look_again(
+            Fault(context, record, report, findings, known_before(context, findings), keep_gradients, silent)
+        )
+        report = told_why(context, record, looked, judgement.cause)
+        if report.second_look is not None:
+            _log.warning("step %d again in place: %s", report.step, report.second_look.text)
+        self._amend(report)
+        return replace(looked, report=report)
+
+    def _amend(self, report: FaultReport) -> None:
+        if self._amended is not None:
+            try:
+                amend_report(Path(self._amended), report)
+            except (DumpError, OSError) as error:
+                _log.error("dump: %s keeps the report from before the second look: %s", self._amended, error)
+
+    def _end_in_silence(self, record: StepRecord, report: FaultReport) -> None:
+        """Peers are gone, and this rank's main thread waits for them in the second look: end the process."""
+        self._amend(report)
+        config = self.context.config
+        lacks = replay_lacks(self.context.recipe, redact=config.redact, dump_weights=config.dump_weights)
+        sys.stderr.write(f"{NonFiniteError.__name__}: {error_text(report, lacks)}\n")
+        exit_process(config.exit_code)
 
     # -- without peers -----------------------------------------------------------------------------------------------
 
@@ -221,6 +290,11 @@ class FaultPolicy:
         """Write this rank's part after a peer has raised; False where the main thread is handling a fault itself."""
         _log.error("a peer raised on its own; this rank writes its part and ends: %s", text)
         return self.dump_single_rank(record, f"ended with a peer: {text}") is not None
+
+
+def _cannot_go_on(report: FaultReport) -> FaultReport:
+    note = "the second look did not end on this sharded model, so that training on would use what it left behind"
+    return replace(report, notes=(*report.notes, note))
 
 
 def _log_warnings(judgement: Judgement) -> None:

@@ -59,8 +59,8 @@ class ModelEvents(Protocol):
     def before_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called before the model, wrapper included, runs."""
 
-    def after_model(self, output: Any) -> None:
-        """Called with what the model returned."""
+    def after_model(self, output: Any) -> Any:
+        """Called with what the model returned; the caller gets what this returns."""
 
 
 class ModelHooks:
@@ -76,20 +76,20 @@ class ModelHooks:
         self._model = model
         self._handles: list[Any] = []
 
-    def put(self, before_others: bool, sees_output: bool) -> None:
-        """Put a hook before the model and, if wanted, one after it; they replace those of an earlier call.
+    def put(self, before_others: bool) -> None:
+        """Put a hook before the model and one after it; they replace those of an earlier call.
 
         Args:
             before_others: whether the first one runs before the hooks that the model carries already.
-            sees_output: whether the output of the model is to be reported.
         """
         self.remove()
         is_compiled = getattr(self._model, "_compiled_call_impl", None) is not None
         entry, leaving = (UncompiledEntryHook, UncompiledExitHook) if is_compiled else (EntryHook, ExitHook)
         register = self._model.register_forward_pre_hook
-        self._handles = [register(entry(self._events()), with_kwargs=True, prepend=before_others)]
-        if sees_output:
-            self._handles.append(self._model.register_forward_hook(leaving(self._events())))
+        self._handles = [
+            register(entry(self._events()), with_kwargs=True, prepend=before_others),
+            self._model.register_forward_hook(leaving(self._events())),
+        ]
 
     def remove(self) -> None:
         """Take the hooks off; may be called again."""
@@ -179,11 +179,12 @@ class UncompiledEntryHook(EntryHook):
 class ExitHook(WeakHook):
     """The hook after the model, wrapper included."""
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Report the output. Nothing while the hook itself is being traced by `torch.compile`."""
         events = self.target()
-        if events is not None and not torch.compiler.is_compiling():
-            events.after_model(output)
+        if events is None or torch.compiler.is_compiling():
+            return output
+        return events.after_model(output)
 
 
 class UncompiledExitHook(ExitHook):
@@ -270,6 +271,32 @@ def _closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], A
         kwargs["closure"] if "closure" in kwargs else (args[1] if len(args) > 1 else None)
     )
     return closure
+
+
+def require_losses(step: Callable[..., Any], losses: Any) -> Any:
+    """What a step function returned, if it is a loss or a dict of losses.
+
+    Args:
+        step: the function, for the message.
+        losses: what it returned.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    values = list(losses.values()) if isinstance(losses, dict) else [losses]
+    if values and all(isinstance(value, Tensor) for value in values):
+        return losses
+    name = getattr(step, "__name__", type(step).__name__)
+    raise ValueError(
+        f"guard.run({name}, batch): the step function returned a {_kind_of(losses)}; "
+        "return the loss that is backpropagated, a tensor, or a dict of named losses"
+    )
+
+
+def _kind_of(value: Any) -> str:
+    if not isinstance(value, dict):
+        return type(value).__name__
+    return f"dict of {', '.join(type(item).__name__ for item in value.values()) or 'nothing'}"
 
 
 def named_losses(losses: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -95,6 +97,34 @@ def follow_counter(model: nn.Module, counter: StepCounter, spec: InjectionSpec |
     injection = install_injection(model, spec, ENV_INJECT, here=spec.rank == rank)
     injection.tell("a fault will be PLANTED in this job")
     return injection
+
+
+@contextlib.contextmanager
+def injected_again(root: nn.Module, counter: StepCounter) -> Iterator[None]:
+    """Within, faults that have happened happen once more, as another counter counts.
+
+    See [Note: replay of an injected fault].
+
+    Args:
+        root: the unwrapped model.
+        counter: of the second look.
+    """
+    before, fired = counter_of(root), [injection for injection in injections_of(root) if injection.num_fired]
+    counts = [(injection, injection.num_fired) for injection in fired if injection.spec.phase not in LEFT_IN_DUMP]
+    register_counter(root, counter)
+    for injection in fired:
+        injection.count_by(counter)
+    for injection, _ in counts:
+        injection.num_fired = 0
+    try:
+        yield
+    finally:
+        for injection, count in counts:
+            injection.num_fired = count
+        if before is not None:
+            register_counter(root, before)
+            for injection in fired:
+                injection.count_by(before)
 
 
 def warn_of_disabled() -> None:

@@ -50,13 +50,25 @@ def fault_rows(report: FaultReport, lacks: str | None) -> list[tuple[str, str]]:
     """
     rows = [
         ("evidence", f"{_evidence(report.origin)}{_affected(report)}"),
+        *_operator_rows(report),
         ("cause", report.cause if report.cause != "unknown" and report.origin is not None else ""),
+        ("again", report.second_look.text if report.second_look is not None else ""),
         ("state", _state(report)),
-        ("rerun", report.rerun.text if report.rerun is not None else ""),
         *(("note", note) for note in report.notes),
         ("next", _next_command(report, lacks) if report.dump_path else ""),
     ]
     return [(label, text) for label, text in rows if text]
+
+
+def _operator_rows(report: FaultReport) -> list[tuple[str, str]]:
+    """The line of the user's code and the operator in which the value began, where a trace has told them."""
+    operator = report.second_look.operator if report.second_look is not None else None
+    if operator is None:
+        return []
+    where = f"{operator.line}: {operator.code}" if operator.line else ""
+    how = " (in its backward)" if operator.in_backward else ""
+    whose = f" on rank {operator.rank}" if report.origin is None or report.origin.rank != operator.rank else ""
+    return [("line", where), ("operator", f"{operator.name}{how}{whose}")]
 
 
 def headline(report: FaultReport) -> tuple[str, str]:

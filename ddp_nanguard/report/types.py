@@ -209,33 +209,59 @@ class Site:
 
 
 @dataclass(frozen=True)
-class SecondRun:
-    """The outcome of running the step of a fault a second time in place (option ``rerun``); the same on every rank.
+class FirstOperator:
+    """The operator in which the value began, as the trace of the second look saw it.
 
     Attributes:
-        outcome: the worst of ``finite``, ``elsewhere``, ``failed`` and ``same`` over the ranks, or ``not_run``.
-        ranks: outcome -> (number of ranks, the first of them), at most `MAX_RANKS_LISTED`; empty for ``not_run``.
-        text: the outcome in one sentence, for the report.
+        rank: on which it ran.
+        name: of the overload, as in ``aten.div.Tensor``.
+        line: ``file:line in function`` of the user's code; None where a module of torch ran it by itself.
+        code: the statement, joined into one line; "" without a line.
+        in_backward: whether it ran in the backward, and the line is that of the forward.
     """
 
-    outcome: str
-    ranks: dict[str, tuple[Natural, tuple[Rank, ...]]]
+    rank: Rank
+    name: str
+    line: str | None = None
+    code: str = ""
+    in_backward: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """The operator as JSON-ready data."""
+        return dataclasses.asdict(self)
+
+
+LOOK_OUTCOMES = ("same", "elsewhere", "finite", "not_done")
+
+
+@dataclass(frozen=True)
+class SecondLook:
+    """What came of running the step of a fault once more in place (option ``look_again``); the same on every rank.
+
+    Attributes:
+        outcome: ``same``: the fault and the same bits; ``elsewhere``: the fault, but other bits or another place;
+            ``finite``: it did not come again; ``not_done``: the step was not run, or not to its end.
+        text: the outcome in one sentence.
+        operator: where the value began; None where no trace told.
+    """
+
+    outcome: Annotated[str, _one_of(*LOOK_OUTCOMES)]
     text: str
+    operator: FirstOperator | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The outcome as JSON-ready data, as a manifest holds it."""
-        ranks = {outcome: {"count": count, "first": list(first)} for outcome, (count, first) in self.ranks.items()}
-        return {"outcome": self.outcome, "ranks": ranks, "text": self.text}
+        return dataclasses.asdict(self)
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> SecondRun:
+    def from_dict(cls, data: dict[str, Any]) -> SecondLook:
         """An outcome from what `to_dict` returned, of this process or another one.
 
         Raises:
             KeyError, TypeError: the data is of another form.
         """
-        ranks = {outcome: (each["count"], tuple(each["first"])) for outcome, each in data["ranks"].items()}
-        return cls(data["outcome"], ranks, data["text"])
+        operator = data["operator"]
+        return cls(data["outcome"], data["text"], FirstOperator(**operator) if operator else None)
 
 
 @dataclass(frozen=True)
@@ -258,7 +284,7 @@ class FaultReport:
         unchecked: what was not looked at, one phrase each.
         single_rank_view: whether peers did not answer, so that all of this is what one rank saw.
         notes: further notes, such as "replicas disagree".
-        rerun: the outcome of the option ``rerun``; None without it.
+        second_look: what came of running the step once more in place; None where that was not tried.
         dump_path: directory of the dump; None where none was written.
     """
 
@@ -276,7 +302,7 @@ class FaultReport:
     single_rank_view: bool = False
     notes: tuple[str, ...] = ()
     dump_path: str | None = None
-    rerun: SecondRun | None = None
+    second_look: SecondLook | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON-ready data; non-finite numbers are the strings "nan", "inf" and "-inf"."""
@@ -295,7 +321,7 @@ class FaultReport:
             "unchecked": list(self.unchecked),
             "single_rank_view": self.single_rank_view,
             "notes": list(self.notes),
-            "rerun": self.rerun.to_dict() if self.rerun else None,
+            "second_look": self.second_look.to_dict() if self.second_look else None,
             "dump_path": self.dump_path,
         }
 
@@ -321,7 +347,7 @@ class FaultReport:
             single_rank_view=data.get("single_rank_view", False),
             notes=tuple(data["notes"]),
             dump_path=data["dump_path"],
-            rerun=SecondRun.from_dict(data["rerun"]) if data.get("rerun") else None,
+            second_look=SecondLook.from_dict(data["second_look"]) if data.get("second_look") else None,
         )
 
 

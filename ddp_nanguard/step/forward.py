@@ -42,7 +42,7 @@ class ModelForward:
 
     def _hook_model(self) -> None:
         come_late = self._context.has_hooks or any(self._context.compiled)
-        self._hooks.put(before_others=come_late, sees_output=self._context.root_is_traced)
+        self._hooks.put(before_others=come_late)
 
     def follow_compilation(self) -> None:
         """The model may be compiled between the making of the guard and the first step."""
@@ -81,6 +81,9 @@ class ModelForward:
         context.probe_buffers_before_broadcast()
         if root_hook_missed:  # hooks put on a module from one of its own hooks begin with its next call
             context.forward.before("", args, kwargs)
+        calls = context.window.calls
+        if context.config.look_again and not calls.is_in_step:
+            calls.begin(context.wrapper.model, args, kwargs, len(context.window.micro_batches) - 1, is_step=False)
 
     def _before_root(self) -> None:
         """Inside the wrapper, after its broadcast: keep the buffers before the model changes them."""
@@ -88,15 +91,24 @@ class ModelForward:
         context.window.snapshot_buffers(context.named_buffers())
         context.probe_initial_buffers()
 
-    def after_model(self, output: Any) -> None:
+    def after_model(self, output: Any) -> Any:
         """The model has run. The output of a root that runs inside compiled code is looked at here."""
         context = self._context
-        if context.root_is_traced and context.watches_activations and torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return output
+        if context.root_is_traced and context.watches_activations:
             context.timed(context.forward.probe_root_output, output)
+        calls = context.window.calls
+        return calls.end(output) if context.config.look_again and not calls.is_in_step else output
 
     def remove(self) -> None:
         """Take the hooks around the model off."""
         self._hooks.remove()
+
+    def resume(self) -> None:
+        """Put the hooks around the model on again, as at first."""
+        self._hook_model()
+        self._context.install_hooks()
 
     def stand_in(self) -> None:
         """A micro-batch begins after a verdict: do what the model's entry would have done, if that is never seen."""

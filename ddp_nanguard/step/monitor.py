@@ -8,6 +8,8 @@ Read on in: `probes` (what is looked at), `distributed.verdict` (the one collect
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.context import GuardContext
 from ddp_nanguard.distributed.verdict import Verdict
 from ddp_nanguard.errors import NonFiniteError
-from ddp_nanguard.hooks.loop import OptimizerHooks
+from ddp_nanguard.hooks.loop import OptimizerHooks, named_losses, require_losses
 from ddp_nanguard.probes.severity import Severity
 from ddp_nanguard.probes.slots import SlotRole
 from ddp_nanguard.probes.sources import LossSource
@@ -145,6 +147,31 @@ class StepMonitor:
         micro_batch.losses[name] = value.detach()  # the graph must not live until the verdict
         if Phase.LOSS in context.config.watched:
             context.slots.reduce(SlotRole.LOSS, value, LossSource(name, micro_batch.index))
+
+    def run_step(self, step: Callable[[Any, Any], Any], batch: Any) -> Any:
+        """One micro-batch by the loop's own step function: its losses are watched, and the call can be made again.
+
+        Args:
+            step: ``step(model, batch)`` gives the loss, or a dict of named losses.
+            batch: of the micro-batch.
+
+        Raises:
+            ValueError: ``step`` returned something else.
+        """
+        context = self._context
+        self._forward.before_call()
+        if self._needs_micro_batch():
+            self._open_micro_batch(self._batch if self.has_loader() else batch)
+        calls, model = context.window.calls, context.wrapper.model
+        calls.begin(step, (model, batch), {}, len(context.window.micro_batches) - 1, is_step=True)
+        try:
+            losses = require_losses(step, step(model, batch))
+        except BaseException:
+            calls.abandon()
+            raise
+        for name, value in named_losses({"loss": losses}):
+            self.watch_loss(name, value)
+        return calls.end(losses)
 
     # -- 4. the backward -----------------------------------------------------------------------------------------------
 
@@ -303,8 +330,20 @@ class StepMonitor:
         context.backward.on_end = self._on_backward_end
         self._forward.attach()
         self._hooks.put()
+        context.paused = self.paused
         if context.scaler is not None:
             context.scaler.watch(self.before_update)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within, nothing follows the model: it is run for the second look."""
+        context = self._context
+        self._forward.remove()
+        context.remove_hooks()
+        try:
+            yield
+        finally:
+            self._forward.resume()
 
     def is_inside_scaler(self) -> bool:
         """Whether ``scaler.step`` is running, whose entry has been judged."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from ddp_nanguard.hooks.weak import WeakHook
 from ddp_nanguard.tensors.shards import TensorShard
 
+from .aside import shadowed
 from .clean_names import class_name, inner_of, is_compiled, join, paths, unwrapped
 
 OnGradient = Callable[[str, torch.Tensor], None]
@@ -270,6 +272,25 @@ class Wrapper(ABC):
         """Release the gradients, and the memory that parameters would keep after the model is no longer used."""
         for _, parameter in self.named_parameters():
             parameter.grad = None
+
+    # -- the step once more ------------------------------------------------------------------------------------------
+
+    def why_not_again(self) -> str | None:
+        """Why the step cannot be run again on this model now, in words; None where it can."""
+        return None
+
+    def aside(self, saved: Mapping[str, torch.Tensor], keep_gradients: bool) -> contextlib.AbstractContextManager[None]:
+        """A context in which forward and backward leave no trace on the job, see [Note: shadow parameters].
+
+        Args:
+            saved: the buffers from before the window, by clean name.
+            keep_gradients: whether the present gradients are needed afterwards.
+        """
+        return shadowed(self.model, self.named_parameters(), saved)
+
+    def syncing(self, reduces: bool) -> contextlib.AbstractContextManager[None]:
+        """A context for one micro-batch that communicates its gradients, or does not, as it did in training."""
+        return contextlib.nullcontext()
 
     def own_parameters(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         """Attribute names and parameters of ``module`` itself, not of its children."""

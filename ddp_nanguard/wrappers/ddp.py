@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import warnings
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, cast
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch._C._distributed_c10d import _broadcast_coalesced
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
@@ -38,6 +43,7 @@ class DDPWrapper(Wrapper):
         while not isinstance(model, DistributedDataParallel):
             model = cast(nn.Module, inner_of(model))
         self._ddp = model
+        self._broadcasts_buffers = False
 
     @property
     def replica_index(self) -> int:
@@ -79,6 +85,38 @@ class DDPWrapper(Wrapper):
     def overwrites_buffers(self) -> bool:
         """Whether the coming forward broadcasts rank 0's buffers to this rank."""
         return self.replica_index != 0 and bool(self._ddp.will_sync_module_buffers())  # type: ignore[no-untyped-call]
+
+    def why_not_again(self) -> str | None:
+        """DDP's own mixed precision casts parameters behind the modules' backs."""
+        return "DDP's mixed_precision casts the parameters" if self._ddp.mixed_precision is not None else None
+
+    @contextlib.contextmanager
+    def aside(self, saved: Mapping[str, Tensor], keep_gradients: bool) -> Iterator[None]:
+        """As `Wrapper.aside`; DDP only hands its calls on, and its reducer has no part in them."""
+        self._ddp.__dict__["forward"] = self._forward_inside
+        try:
+            with super().aside(saved, keep_gradients):
+                yield
+        finally:
+            del self._ddp.__dict__["forward"]
+            self._broadcasts_buffers = False
+
+    @contextlib.contextmanager
+    def syncing(self, reduces: bool) -> Iterator[None]:
+        """As `Wrapper.syncing`: where it reduces, the forward begins with rank 0's buffers."""
+        self._broadcasts_buffers = reduces and bool(self._ddp.broadcast_buffers)
+        yield
+
+    def _forward_inside(self, *args: Any, **kwargs: Any) -> Any:
+        ddp = self._ddp
+        buffers = [buffer for _, buffer in self.named_buffers()] if self._broadcasts_buffers else []
+        if buffers:
+            _broadcast_coalesced(ddp.process_group, buffers, ddp.broadcast_bucket_size, 0)
+        if ddp.device_ids:
+            device = torch.device(ddp.device_type, ddp.device_ids[0])
+            moved, moved_kwargs = _to_kwargs(args, kwargs, device, False)
+            args, kwargs = moved[0], moved_kwargs[0]
+        return ddp.module(*args, **kwargs)
 
     def describe(self) -> dict[str, Any]:
         """As `Wrapper.describe`, with DDP's options, comm hooks and mixed precision."""

@@ -11,8 +11,9 @@ be empty. With ``use_orig_params`` the optimizer holds these ranges, without it 
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -30,6 +31,7 @@ from torch.distributed.fsdp import (
     MixedPrecision,
     ShardingStrategy,
 )
+from torch.distributed.fsdp._common_utils import TrainingState
 from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle
 from torch.utils.hooks import RemovableHandle
 
@@ -37,6 +39,7 @@ from ddp_nanguard.hooks.weak import WeakHook
 from ddp_nanguard.tensors.dtypes import dtype_name, dtype_named
 from ddp_nanguard.tensors.shards import TensorShard
 
+from .aside import attributes_kept, buffers_put_back, gradients_aside
 from .base import GradientWatch, OnGradient, ShardedWrapper
 from .clean_names import join, paths
 from .plain import PlainWrapper
@@ -149,6 +152,35 @@ class FSDP1Wrapper(ShardedWrapper):
             names.setdefault(module, name)
         units = [{"module": names[unit], **_describe_unit(unit)} for unit in self.units]
         return {**super().describe(), "units": units, "ignored": [name for name, _ in self.leaves()]}
+
+    def why_not_again(self) -> str | None:
+        """A unit that is not at rest cannot take another step."""
+        if any(unit.training_state is not TrainingState.IDLE for unit in self.units):
+            return "a forward or backward of FSDP has not ended"
+        return None
+
+    @contextlib.contextmanager
+    def aside(self, saved: Mapping[str, torch.Tensor], keep_gradients: bool) -> Iterator[None]:
+        """As `Wrapper.aside`, on the live parameters, whose gradients are put aside."""
+        parameters = [parameter for _, parameter in self.named_parameters()]
+        with (
+            attributes_kept(self.model, is_sharded=True),
+            gradients_aside(parameters, keep_gradients),
+            buffers_put_back(self.named_buffers, saved),
+        ):
+            yield
+
+    @contextlib.contextmanager
+    def syncing(self, reduces: bool) -> Iterator[None]:
+        """As `Wrapper.syncing`; see FSDP1's ``no_sync``."""
+        before = [(unit, unit._sync_gradients) for unit in self.units]
+        for unit in self.units:
+            unit._sync_gradients = reduces  # type: ignore[assignment]  # a plain attribute
+        try:
+            yield
+        finally:
+            for unit, value in before:
+                unit._sync_gradients = value
 
     def free(self) -> None:
         """As `Wrapper.free`; also frees flat parameters, which outlive their model in a cycle with autograd."""

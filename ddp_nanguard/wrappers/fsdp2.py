@@ -8,7 +8,8 @@ module may never be called (a `torch.nn.ParameterList`, the output projection of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +19,7 @@ from torch._compile import _disable_dynamo
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
@@ -27,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from ddp_nanguard.hooks.weak import WeakHook
 from ddp_nanguard.tensors.dtypes import dtype_name, dtype_named
 
+from .aside import attributes_kept, buffers_put_back, gradients_aside
 from .base import GradientWatch, OnGradient, ShardedWrapper
 from .clean_names import class_name, join, paths
 from .plain import PlainWrapper
@@ -85,6 +88,47 @@ class FSDP2Wrapper(ShardedWrapper):
         unsharded = {name: getattr(param, "_unsharded_param", None) for param, name in self.names.items()}
         found = [(name, unsharded.get(name, parameter)) for name, parameter in self.named_parameters()]
         return [(name, tensor) for name, tensor in found if tensor is not None]
+
+    def why_not_again(self) -> str | None:
+        """A unit that is not at rest, or still holds gradients of its own, cannot take another step."""
+        if any(group._training_state is not TrainingState.IDLE for group in self.groups()):
+            return "a forward or backward of fully_shard has not ended"
+        if any(_unreduced(param) for group in self.groups() for param in group.fsdp_params):
+            return "gradients wait to be reduced: the window is open"
+        return None
+
+    @contextlib.contextmanager
+    def aside(self, saved: Mapping[str, torch.Tensor], keep_gradients: bool) -> Iterator[None]:
+        """As `Wrapper.aside`, on the live parameters, whose gradients are put aside; units are left sharded."""
+        flags = [(group, group.reduce_grads, group.all_reduce_grads) for group in self.groups()]
+        parameters = [parameter for _, parameter in self.named_parameters()]
+        with (
+            attributes_kept(self.model, is_sharded=True),
+            gradients_aside(parameters, keep_gradients),
+            buffers_put_back(self.named_buffers, saved),
+        ):
+            try:
+                yield
+            finally:
+                self._come_to_rest()
+                for group, reduces, all_reduces in flags:
+                    group.reduce_grads, group.all_reduce_grads = reduces, all_reduces
+
+    def _come_to_rest(self) -> None:
+        """No unit keeps gathered weights, which the next update would make stale, nor unsharded gradients."""
+        for group in self.groups():
+            for param in group.fsdp_params:
+                param.unsharded_accumulated_grad = None
+                if hasattr(param, "_unsharded_param"):
+                    param._unsharded_param.grad = None
+            group.reshard()
+
+    @contextlib.contextmanager
+    def syncing(self, reduces: bool) -> Iterator[None]:
+        """As `Wrapper.syncing`; see `FSDPModule.set_requires_gradient_sync`."""
+        for group in self.groups():
+            group.reduce_grads = group.all_reduce_grads = reduces
+        yield
 
     def own_parameters(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters as the optimizer holds them, also while the module holds gathered ones."""
@@ -167,6 +211,11 @@ class FSDP2Watch(GradientWatch):
         for name, param in self._params[module]:
             if (unsharded := getattr(param, "_unsharded_param", None)) is not None:
                 self.hook_leaf(name, unsharded)
+
+
+def _unreduced(param: FSDPParam) -> bool:
+    unsharded = getattr(param, "_unsharded_param", None)
+    return param.unsharded_accumulated_grad is not None or (unsharded is not None and unsharded.grad is not None)
 
 
 def _is_at(parameter: torch.Tensor, tensor: torch.Tensor) -> bool:

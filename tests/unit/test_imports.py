@@ -28,6 +28,7 @@ FLOORS = (
     ("step",),
     ("replay",),
     ("diagnosis",),
+    ("second_look",),
     ("fault",),
     ("guard",),
     ("testing", "cli"),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ddp_nanguard.diagnosis.trace.events import EventPhase
 from ddp_nanguard.replay.outcome import EAGER_NOW
-from ddp_nanguard.report.types import Phase, SecondRun
+from ddp_nanguard.report.types import Phase, SecondLook
 from ddp_nanguard.report.wording import KIND_WORDS
 
 from . import report_rules as why
@@ -46,16 +46,16 @@ def not_reproduced(facts: TraceFacts) -> Reason | None:
         return why.finite_in_place(facts)
     if facts.outcome != "not_reproduced":
         return None
-    in_place = facts.report.rerun if facts.report is not None else None
+    again = facts.report.second_look if facts.report is not None else None
     where = f"different here: {'; '.join(facts.differs)}" if facts.differs else "on equal software"
-    sentence = f"the same step was finite in the replay, {where}: {_chance(in_place)}"
-    evidence = () if in_place is None else (f"rerun in place, before the dump: {in_place.text}",)
+    sentence = f"the same step was finite in the replay, {where}: {_chance(again)}"
+    evidence = () if again is None else (f"second look: {again.text}",)
     return Reason("not reproduced", sentence, evidence)
 
 
-def _chance(in_place: SecondRun | None) -> str:
+def _chance(again: SecondLook | None) -> str:
     """What to suspect; a step that failed twice where it ran did not fail by chance."""
-    if in_place is not None and in_place.outcome == "same":
+    if again is not None and again.outcome == "same":
         return "it went bad twice where it ran, so suspect that device, its software, or code that has changed"
     return why.CHANCE
 

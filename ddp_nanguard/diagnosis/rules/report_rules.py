@@ -95,11 +95,11 @@ def hyper_parameter(known: ReportFacts) -> Reason | None:
 
 def finite_in_place(known: ReportFacts) -> Reason | None:
     """The step was run again where it had failed, before the dump, and was finite."""
-    again = known.report.rerun if known.report is not None else None
+    again = known.report.second_look if known.report is not None else None
     if again is None or again.outcome != "finite":
         return None
     sentence = f"the same step was finite once more in place, on the same device: {CHANCE}"
-    return Reason("not reproduced", sentence, (f"rerun in place, before the dump: {again.text}",))
+    return Reason("not reproduced", sentence, (f"second look: {again.text}",))
 
 
 CHANCE = "nondeterminism, dirty memory or the device's hardware"

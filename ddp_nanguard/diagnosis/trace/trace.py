@@ -87,6 +87,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         batch_size: length of dim 0 of its tensors, or None; set by the caller.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, modules: ModuleStack) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.events: list[Event] = []

@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ddp_nanguard.capture.window import MicroBatch
 from ddp_nanguard.replay.rebuild import Rebuilt
-from ddp_nanguard.replay.run_step import StepResult
 from ddp_nanguard.replay.session import Session, eager, is_compiled
 from ddp_nanguard.report.wording import KIND_WORDS
 from ddp_nanguard.tensors.batch import batch_arrays, batch_size, batch_tensors
+from ddp_nanguard.wrappers import Wrapper
 
 from .events import Event, quick_kind
 from .module_stack import ModuleStack
@@ -66,6 +67,23 @@ class Traced:
         }
 
 
+@dataclass(frozen=True)
+class TracedJob:
+    """What a trace has to know of the job whose step it follows.
+
+    Attributes:
+        wrapper: of the model.
+        optimizers: whose state has names.
+        has_scaler: whether a GradScaler skips overflows.
+        is_compiled: whether training runs compiled code.
+    """
+
+    wrapper: Wrapper
+    optimizers: list[torch.optim.Optimizer]
+    has_scaler: bool
+    is_compiled: bool
+
+
 @dataclass
 class _Seen:
     """One micro-batch of the traced step.
@@ -96,7 +114,7 @@ def trace_step(session: Session, on_event: Callable[[Event, FrameType], None] | 
     """
     watcher = Watcher(on_event)
     again = session.run(step=watcher.watched, around=watcher.around)
-    return watcher.result(again)
+    return watcher.result(again.notes)
 
 
 class Watcher:
@@ -116,27 +134,38 @@ class Watcher:
         """The recipe's step, wrapped so that each call begins a micro-batch of the trace and keeps its losses."""
 
         def watched_step(model: Any, batch: Any) -> Any:
-            self._begin(batch)
+            self.begin(batch)
             losses = step(model, batch)
-            self._seen[-1].losses = dict(losses) if isinstance(losses, dict) else {"loss": losses}
+            self.end(dict(losses) if isinstance(losses, dict) else {"loss": losses})
             return losses
 
         return watched_step
 
-    @contextlib.contextmanager
-    def around(self, rebuilt: Rebuilt, window: list[MicroBatch]) -> Iterator[None]:
-        """Run the step under the trace; look for bad gradients and weights when it has ended.
-
-        Compiled code runs eagerly, since a dispatch mode does not see inside it.
+    def around(self, rebuilt: Rebuilt, window: list[MicroBatch]) -> contextlib.AbstractContextManager[None]:
+        """`following` a rebuilt job.
 
         Args:
             rebuilt: model, optimizers and scaler of the run.
             window: its micro-batches.
         """
-        self._rebuilt, self._window = rebuilt, window
-        if is_compiled(rebuilt.wrapper.model) or is_compiled(rebuilt.recipe.model):
+        compiled = is_compiled(rebuilt.wrapper.model) or is_compiled(rebuilt.recipe.model)
+        job = TracedJob(rebuilt.wrapper, rebuilt.optimizers, rebuilt.scaler is not None, compiled)
+        return self.following(job, [micro_batch.index for micro_batch in window])
+
+    @contextlib.contextmanager
+    def following(self, job: TracedJob, indices: list[int]) -> Iterator[None]:
+        """Run the step under the trace; look for bad gradients and weights when it has ended.
+
+        Compiled code runs eagerly, since a dispatch mode does not see inside it.
+
+        Args:
+            job: whose step it is.
+            indices: of its micro-batches.
+        """
+        self._job, self._indices = job, indices
+        if job.is_compiled:
             self._sources.append("the model is compiled in training; the trace ran it eagerly")
-        self._modules = ModuleStack(rebuilt.wrapper.named_modules())
+        self._modules = ModuleStack(job.wrapper.named_modules())
         self._trace = Trace(self._modules)
         self._trace.on_event = self._on_event
         self._name_state()
@@ -146,24 +175,30 @@ class Watcher:
         self._look_at_weights()
 
     def _name_state(self) -> None:
-        memory, wrapper = self._trace.memory, self._rebuilt.wrapper
+        memory, wrapper = self._trace.memory, self._job.wrapper
         find_gathered = wrapper.find_gathered()
         if find_gathered is not None:
             memory.look_up = find_gathered
         for name, parameter in wrapper.named_parameters():
             memory.name(wrapper.local(parameter), name)
-            for optimizer in self._rebuilt.optimizers:
+            for optimizer in self._job.optimizers:
                 for key, value in optimizer.state.get(parameter, {}).items():
                     if isinstance(value, Tensor):
                         memory.name(wrapper.local(value), f"{name}.{key}")
         for name, buffer in wrapper.named_buffers():
             memory.name(buffer, name)
 
-    def _begin(self, batch: Any) -> None:
+    @property
+    def num_operators(self) -> int:
+        """How many operators have run so far: a sign of life."""
+        return self._trace.num_operators
+
+    def begin(self, batch: Any) -> None:
+        """A micro-batch begins."""
         self._look_at_gradients()
         self._modules.begin_micro_batch()
         size = batch_size(batch)
-        index = self._window[len(self._seen)].index
+        index = self._indices[len(self._seen)]
         self._seen.append(_Seen(index, batch, size))
         self._trace.micro_batch, self._trace.batch_size = index, size
         for name, tensor in batch_tensors(batch).items():
@@ -171,11 +206,15 @@ class Watcher:
         for name, array in batch_arrays(batch).items():
             self._trace.memory.name_address(array, name)
 
+    def end(self, losses: dict[str, Tensor]) -> None:
+        """The forward of the micro-batch has ended: its losses, or what stands for them, by name."""
+        self._seen[-1].losses.update(losses)
+
     def _look_at_gradients(self) -> None:
         """Record which operators made the bad gradients of the micro-batch that has just ended."""
         if not self._seen:
             return
-        wrapper = self._rebuilt.wrapper
+        wrapper = self._job.wrapper
         for name, parameter in wrapper.named_parameters():
             if parameter.grad is not None and quick_kind(parameter.grad) is not None:
                 writer = self._trace.memory.writer(wrapper.local(parameter.grad))
@@ -183,7 +222,7 @@ class Watcher:
                     self._seen[-1].gradients.append((name, writer))
 
     def _look_at_weights(self) -> None:
-        wrapper = self._rebuilt.wrapper
+        wrapper = self._job.wrapper
         for name, parameter in wrapper.named_parameters():
             writer = self._trace.memory.writer(wrapper.local(parameter))
             if writer is not None and quick_kind(parameter) is not None:
@@ -195,7 +234,7 @@ class Watcher:
 
     # -- what it showed ----------------------------------------------------------------------------------------------
 
-    def result(self, again: StepResult) -> Traced:
+    def result(self, notes: list[str]) -> Traced:
         """Follow the bad loss, else the first bad gradient, else the first bad weight, back to where it began."""
         if self._trace.was_compiled and not self._sources:
             self._sources.append("the step calls compiled code; the trace ran it eagerly")
@@ -210,7 +249,7 @@ class Watcher:
             batch=seen.batch if seen is not None else None,
             batch_size=seen.size if seen is not None else None,
             num_operators=self._trace.num_operators,
-            notes=self._sources + again.notes,
+            notes=self._sources + notes,
             trace=self._trace,
             losses=list(seen.losses.values()) if seen is not None else [],
         )
@@ -224,7 +263,7 @@ class Watcher:
                     return seen, f"{name} is {KIND_WORDS[kind]}", event
             # Under a scaler a bad gradient may be a mere overflow that is skipped; a bad loss in a later micro-batch
             # says more.
-            if seen.gradients and self._rebuilt.scaler is None:
+            if seen.gradients and not self._job.has_scaler:
                 return self._gradient_target(seen)
         scaled = next((seen for seen in self._seen if seen.gradients), None)
         if scaled is not None:

@@ -1,0 +1,259 @@
+"""What the model was called with in a window, and what came back to it in backward: enough to run that once more.
+
+[Note: an alias for the caller]
+The gradient of an output is recorded on an alias of it (``view_as``), which is what the caller gets. On the model's own
+tensor the hook would also see what reaches it inside the model: of ``(logits, loss)`` both would be counted twice.
+Nothing here holds an output: a hook that held its own tensor would keep it, and its graph, for ever.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_nanguard.tensors.containers import copy_containers, named_tensors_in, path_text
+
+MAX_GRADIENT_BYTES = 64 * 2**20
+"""Gradients of outputs that are kept per window."""
+MAX_FINGERPRINT_NUMEL = 16384
+"""Arguments up to this size are summed, since their version does not tell what NumPy or ``.data`` writes into them."""
+
+_current_graph_task = torch._C._current_graph_task_id
+
+
+@dataclass(eq=False)
+class ModelCall:
+    """One call of the model, or of the loop's step function, in grad mode.
+
+    Attributes:
+        function: what was called.
+        args, kwargs: with which arguments; containers are copies, tensors are not.
+        micro_batch: index in the window.
+        torch_state, device_state: random states of torch before it, uint8; the latter None without an accelerator.
+        autocast: per device type, whether autocast was on, and its dtype.
+        is_step: whether ``function`` is the loop's step function, whose outputs are losses.
+        gradients: by backward pass and position among the outputs, the gradient that reached it, detached.
+        num_outputs: how many outputs can get one.
+        problem: why the call cannot be made again as it was; None where it can.
+        has_returned: whether the function has returned; False while it runs, and for good where it raised.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    micro_batch: int
+    torch_state: Tensor
+    device_state: Tensor | None
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    is_step: bool
+    gradients: dict[int, dict[int, Tensor]] = field(default_factory=dict)
+    num_outputs: int = 0
+    problem: str | None = None
+    has_returned: bool = False
+    _arguments: list[_Argument] = field(default_factory=list)
+    _aliases: list[weakref.ref[Tensor]] = field(default_factory=list)
+
+    def changed_argument(self) -> str | None:
+        """Path of an argument that was changed after the call; None where none was. Host sync: one per small one."""
+        return next((argument.path for argument in self._arguments if argument.has_changed()), None)
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether no backward has reached it yet, and one still may."""
+        return self.num_outputs > 0 and not self.gradients and any(alias() is not None for alias in self._aliases)
+
+    def forget(self) -> None:
+        """Release everything: a graph that the loop keeps must not keep the arguments too."""
+        self.args, self.kwargs, self.gradients, self._arguments = (), {}, {}, []
+
+
+@dataclass(frozen=True)
+class BackwardPass:
+    """One backward pass through outputs of the model, by autograd's number of it."""
+
+    graph_task: int
+
+
+class ModelCalls:
+    """The calls and backward passes of one window, in the order in which they happened.
+
+    Args:
+        device: of the model.
+
+    Memory: arguments by reference, and at most `MAX_GRADIENT_BYTES` of gradients, until the window is closed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._types = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
+        self.events: list[ModelCall | BackwardPass] = []
+        self._open: list[ModelCall] = []  # that have not returned, outermost first; what raised stays until `clear`
+        self._bytes_left = MAX_GRADIENT_BYTES
+
+    @property
+    def calls(self) -> list[ModelCall]:
+        """The calls alone."""
+        return [event for event in self.events if isinstance(event, ModelCall)]
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether the loop's step function is running: what it calls is part of it."""
+        return bool(self._open) and self._open[-1].is_step
+
+    def begin(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        micro_batch: int,
+        is_step: bool,
+    ) -> ModelCall:
+        """Record a call that is about to be made. Host sync: none.
+
+        Args:
+            function: that is called.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            micro_batch: index in the window.
+            is_step: whether it is the loop's step function.
+        """
+        kept_args, kept_kwargs = copy_containers(args, _same), copy_containers(kwargs, _same)
+        call = ModelCall(
+            function,
+            kept_args,
+            kept_kwargs,
+            micro_batch,
+            torch.get_rng_state(),
+            _device_state(self._device),
+            tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in self._types),
+            is_step,
+        )
+        named = {"args": kept_args, "kwargs": kept_kwargs}
+        call._arguments = [_Argument(path_text(path[1:]), tensor) for path, tensor in named_tensors_in(named)]
+        self.events.append(call)
+        self._open.append(call)
+        return call
+
+    def abandon(self) -> None:
+        """The function that was called last has raised."""
+        if self._open:
+            self._open.pop()
+
+    def end(self, output: Any) -> Any:
+        """What the caller gets in place of ``output``: the same values, whose gradients are recorded.
+
+        Args:
+            output: what the function returned that was called last and has not returned yet.
+        """
+        if not self._open:
+            return output  # the window was closed while it ran
+        call = self._open.pop()
+        call.has_returned = True
+        # what ran within this call is a part of it: a model may call itself
+        del self.events[self.events.index(call) + 1 :]
+        try:
+            return copy_containers(output, lambda tensor: self._alias(call, tensor))
+        except Exception as error:  # a container of the user's that cannot be copied: it is handed on as it is
+            call.problem = f"the model returns a {type(output).__name__}, which cannot be followed ({error})"
+            return output
+
+    def _alias(self, call: ModelCall, tensor: Tensor) -> Tensor:
+        if tensor.grad_fn is None or not (tensor.is_floating_point() or tensor.is_complex()):
+            return tensor
+        alias = tensor.view_as(tensor)
+        alias.register_hook(_OutputGradient(self, call, call.num_outputs))  # type: ignore[no-untyped-call]  # torch's own
+        call._aliases.append(weakref.ref(alias))
+        call.num_outputs += 1
+        return alias
+
+    def note_gradient(self, call: ModelCall, position: int, gradient: Tensor) -> None:
+        """Keep the gradient of an output; called within a backward pass. Host sync: none."""
+        task = _current_graph_task()
+        if not any(isinstance(event, BackwardPass) and event.graph_task == task for event in self.events):
+            self.events.append(BackwardPass(task))
+        self._bytes_left -= gradient.nbytes
+        if self._bytes_left < 0:
+            call.problem = f"the gradient of its output is too large to be kept ({gradient.nbytes / 2**20:.0f} MiB)"
+            return
+        of_pass, detached = call.gradients.setdefault(task, {}), gradient.detach()
+        of_pass[position] = detached if position not in of_pass else of_pass[position] + detached
+
+    def clear(self) -> None:
+        """Forget the window."""
+        for call in self.calls:
+            call.forget()
+        self.events, self._open, self._bytes_left = [], [], MAX_GRADIENT_BYTES
+
+    def empty_copy(self) -> ModelCalls:
+        """The record of another window of the same model."""
+        return ModelCalls(self._device)
+
+
+class _OutputGradient:
+    """Tensor hook of an alias; it holds the record and no tensor."""
+
+    __slots__ = ("call", "calls", "position")
+    __torch_unserializable__ = True
+
+    def __init__(self, calls: ModelCalls, call: ModelCall, position: int) -> None:
+        self.calls, self.call, self.position = weakref.ref(calls), weakref.ref(call), position
+
+    def __call__(self, gradient: Tensor) -> None:
+        calls, call = self.calls(), self.call()
+        if calls is not None and call is not None:
+            calls.note_gradient(call, self.position, gradient)
+
+
+class _Argument:
+    """A tensor argument, and what tells whether it was changed since."""
+
+    __slots__ = ("path", "sum", "tensor", "version")
+
+    def __init__(self, path: str, tensor: Tensor) -> None:
+        self.path = path
+        self.tensor = tensor
+        self.version = _version(tensor)
+        self.sum = _fingerprint(tensor)
+
+    def has_changed(self) -> bool:
+        if _version(self.tensor) != self.version:
+            return True
+        now = _fingerprint(self.tensor)
+        return self.sum is not None and now is not None and not torch.equal(self.sum, now)
+
+
+@torch.no_grad()
+def _fingerprint(tensor: Tensor) -> Tensor | None:
+    """The sum as its bits; None for what is large, empty or no plain tensor. One kernel or two, no host read."""
+    plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and not tensor.is_quantized
+    if not plain or not 0 < tensor.numel() <= MAX_FINGERPRINT_NUMEL or tensor.is_complex() or tensor.is_meta:
+        return None
+    if tensor.is_floating_point() and tensor.element_size() == 1:  # torch sums no 8-bit floats
+        return None
+    with torch.inference_mode(False):
+        total = tensor.detach().sum()
+    return total if not total.is_floating_point() else total.view(_INTEGERS[total.element_size()])
+
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _device_state(device: torch.device) -> Tensor | None:
+    if device.type in ("cpu", "meta"):
+        return None
+    module = torch.get_device_module(device)
+    state: Tensor = module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
+    return state

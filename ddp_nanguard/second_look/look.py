@@ -1,0 +1,219 @@
+"""`look_again`: the second look at the step of a fault, from the question whether it can be had to the new report.
+
+Every rank does the same in the same order. First all tell whether they can run the step at all; then it is run with
+every layer watched, and each rank compares what it sees with what training saw; then once more with every operator
+traced on the ranks where something is bad, or, where the fault did not come again, with fresh memory filled with NaN.
+Nothing that goes wrong in here replaces the fault.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ddp_nanguard.blame.inspect import RankFindings
+from ddp_nanguard.blame.report import report_of
+from ddp_nanguard.capture.record import StepRecord
+from ddp_nanguard.context import GuardContext
+from ddp_nanguard.diagnosis.rules import TraceFacts
+from ddp_nanguard.report.types import FaultReport, SecondLook
+
+from .obstacles import of_the_report, of_this_rank
+from .outcome import Concluded, concluded, is_bad_here, merged
+from .place import Place, made_here, own_place, shared_place
+from .run import SecondRun, StepAgain
+from .signs_of_life import SignsOfLife
+
+_log = logging.getLogger(__name__)
+
+MAX_TEXT = 300
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What the fault path knows of a fault when it looks again.
+
+    Attributes:
+        context: of the guard.
+        record: of the step.
+        report: what all ranks say so far.
+        findings: what this rank found.
+        known: for the rules: ``histories``, ``optimizers`` and ``dtypes`` of `ReportFacts`.
+        keep_gradients: whether the job goes on and needs the gradients that are there now.
+        on_silence: called on another thread with the report where this rank waits for peers that are gone; it ends the
+            process.
+    """
+
+    context: GuardContext
+    record: StepRecord
+    report: FaultReport
+    findings: RankFindings
+    known: dict[str, Any]
+    keep_gradients: bool
+    on_silence: Callable[[FaultReport], None]
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What a second look gave.
+
+    Attributes:
+        report: the same on every rank.
+        findings: what this rank saw in it; None where it was not done.
+        reason: why the value became non-finite, as its trace tells; "" where that tells nothing.
+        must_stop: whether the model was left in a state from which no rank may train on.
+    """
+
+    report: FaultReport
+    findings: RankFindings | None = None
+    reason: str = ""
+    must_stop: bool = False
+
+
+class _NotDoneError(Exception):
+    """The second look ends here, on all ranks alike."""
+
+
+def look_again(fault: Fault) -> Looked:
+    """Run the step of a fault once more, and report what is seen; never an exception.
+
+    Collective: those of the model, two or three times, and questions on the fault group; every rank must call it.
+    Waits for peers until none has shown a sign of life for ``timeout_s``, see [Note: signs of life].
+    """
+    why = of_the_report(fault.report)
+    if why is not None:
+        return Looked(_not_done(fault.report, why))
+    look = _Look(fault)
+    try:
+        return look.look()
+    except _NotDoneError as error:
+        return Looked(_not_done(fault.report, str(error)), must_stop=look.must_stop)
+    except Exception as error:  # peers were lost, or a defect in here: the fault is to be told all the same
+        fault.context.ranks.peers_lost = True
+        _log.debug("second look", exc_info=True)
+        return Looked(_not_done(fault.report, _line(error)), must_stop=True)
+
+
+class _Look:
+    """One second look of one rank."""
+
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
+        self.context = fault.context
+        self.step = StepAgain(fault.context, fault.record, fault.keep_gradients)
+        self.must_stop = False
+
+    def look(self) -> Looked:
+        fault, ranks = self.fault, self.context.ranks
+        why = ranks.first_problem(of_this_rank(self.context, fault.record))
+        if why is not None:
+            raise _NotDoneError(why)
+        second = self._run()
+        seen = report_of(second.context, second.record, second.findings, "")
+        found = concluded(fault.context, fault.record, fault.report, fault.findings, second.findings)
+        if found.outcome == "finite":
+            found, place = self._with_filled_memory(found)
+        else:
+            place = self._place(second, merged(fault.report, seen, found), found)
+        report = merged(fault.report, seen, found)
+        look = SecondLook(found.outcome, found.text, place.operator)
+        return Looked(replace(report, second_look=look), second.findings, place.reason, self.must_stop)
+
+    # -- the runs ------------------------------------------------------------------------------------------------------
+
+    def _run(self, traced: bool = False) -> SecondRun:
+        """The step once more, on all ranks together.
+
+        Raises:
+            _NotDoneError: some rank could not run it to its end.
+            RuntimeError: peers are lost.
+        """
+        context, second, problem = self.context, None, None
+        context.num_looks += 1
+        name = f"{context.ranks.name}/{context.num_looks}"
+        silence = f"no rank has shown a sign of life for {context.config.timeout_s:g} s"
+        with SignsOfLife(
+            name,
+            context.ranks.world_size,
+            context.config.timeout_s,
+            lambda: self.step.progress(),
+            lambda: self.fault.on_silence(_not_done(self.fault.report, silence)),
+        ) as life:
+            try:
+                second = self.step.run(traced=traced)
+            except (Exception, SystemExit) as error:
+                problem = _line(error)
+                _log.debug("second look", exc_info=True)
+            met = life.met(failed=problem is not None)
+        if not met:
+            raise RuntimeError(silence if problem is None else problem)
+        shared = context.ranks.first_problem(problem)
+        if shared is not None or second is None:
+            self.must_stop = self.context.wrapper.is_sharded
+            raise _NotDoneError(f"{shared}")
+        return second
+
+    def _place(self, second: SecondRun, report: FaultReport, found: Concluded) -> Place:
+        """Operator, line and reason, from one more run with a trace on the ranks where something is bad."""
+        try:
+            traced = self._run(traced=is_bad_here(second.findings))
+        except _NotDoneError as error:
+            _log.warning("second look: no trace: %s", error)
+            return Place()
+        return self._told(traced, report, found.outcome)
+
+    def _told(self, traced: SecondRun, report: FaultReport, outcome: str) -> Place:
+        ranks = self.context.ranks
+        facts = TraceFacts(
+            report=report,
+            traced=traced.traced,
+            outcome=outcome,
+            was_compiled=any(self.context.compiled),
+            **self.fault.known,
+        )
+        mine = own_place(facts, ranks.rank) if traced.traced is not None else Place()
+        return shared_place(ranks, report, mine, made_here(traced.traced))
+
+    def _with_filled_memory(self, found: Concluded) -> tuple[Concluded, Place]:
+        """A fault that did not come again: does it, where memory that nobody has written holds NaN?"""
+        is_suspect = self.context.ranks.rank in found.finite_ranks
+        try:
+            with _memory_filled():
+                again = self._run(traced=is_suspect)
+        except _NotDoneError:
+            return found, Place()
+        (is_bad,) = self.context.ranks.any_of(is_suspect and is_bad_here(again.findings))
+        if not is_bad:
+            return found, Place()
+        place = self._told(again, self.fault.report, "same")
+        text = f"{found.text}; bad again with fresh memory filled with NaN: something reads memory that nobody wrote"
+        return replace(found, text=text), place
+
+
+@contextlib.contextmanager
+def _memory_filled() -> Iterator[None]:
+    """Within, torch fills what it allocates with NaN; that also chooses deterministic kernels."""
+    enabled, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    settings: Any = torch.utils.deterministic
+    fills = settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    settings.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        settings.fill_uninitialized_memory = fills
+        torch.use_deterministic_algorithms(enabled, warn_only=warns)
+
+
+def _not_done(report: FaultReport, why: str) -> FaultReport:
+    return replace(report, second_look=SecondLook("not_done", f"not done: {why}"))
+
+
+def _line(error: BaseException) -> str:
+    text = (str(error).splitlines() or [""])[0][:MAX_TEXT]
+    return f"{type(error).__name__}: {text}".rstrip(": ")

@@ -1,0 +1,42 @@
+"""Why a step cannot be run again, in words for the report; None where it can."""
+
+from __future__ import annotations
+
+from ddp_nanguard.capture.record import StepRecord
+from ddp_nanguard.context import GuardContext
+from ddp_nanguard.report.types import FaultReport, Phase
+
+
+def of_the_report(report: FaultReport) -> str | None:
+    """What the report alone tells, the same on every rank."""
+    origin = report.origin
+    if origin is None:
+        return "the fault has no origin that a step could show again"
+    if origin.phase is Phase.STATE:
+        return f"{origin.slot} was bad already, and a step from there would be no other"
+    if origin.phase is Phase.OPTIMIZER:
+        return "the update is at fault, and a step ends before it"
+    if report.single_rank_view:
+        return "peers did not answer, and a step takes all ranks"
+    return None
+
+
+def of_this_rank(context: GuardContext, record: StepRecord) -> str | None:
+    """What this rank knows. Host sync: one per small argument of the recorded calls."""
+    calls = record.window.calls.calls
+    returned = [call for call in calls if call.has_returned]
+    if not returned:
+        return "no call of the model was seen in the step"
+    problem = next((call.problem for call in returned if call.problem is not None), None)
+    if problem is not None:
+        return (
+            problem if any(call.is_step for call in returned) else f"{problem}; guard.run(step, batch) keeps the step"
+        )
+    for call in returned:
+        changed = call.changed_argument()
+        if changed is not None:
+            return f"argument {changed} was changed after the call; give the model a copy, or use copy_batch=True"
+    open_call = any(call.awaits_backward for call in returned)
+    if open_call and context.wrapper.is_sharded:
+        return "a forward still waits for its backward: the window is open"
+    return context.wrapper.why_not_again()

@@ -1,0 +1,100 @@
+"""From the trace of a second look to operator, line and reason, which one rank finds and all are told."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ddp_nanguard.diagnosis.rules import TraceFacts, reason_for
+from ddp_nanguard.diagnosis.trace.events import Event, EventPhase
+from ddp_nanguard.diagnosis.trace.operators import is_communication
+from ddp_nanguard.diagnosis.trace.traced_step import Traced
+from ddp_nanguard.distributed.group import RankGroup
+from ddp_nanguard.report.types import FaultReport, FirstOperator
+
+_log = logging.getLogger(__name__)
+
+MAX_CODE = 200
+MAX_REASON = 900
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a value began, and why.
+
+    Attributes:
+        operator: None where no trace leads to one.
+        reason: one sentence; "" where no rule has one.
+    """
+
+    operator: FirstOperator | None = None
+    reason: str = ""
+
+
+def own_place(facts: TraceFacts, rank: int) -> Place:
+    """What the trace of this rank tells; nothing where it tells nothing, and never an exception.
+
+    Args:
+        facts: with the trace.
+        rank: this one.
+    """
+    try:
+        event = facts.first_nonfinite_op
+        reason = reason_for(facts)
+        text = "" if reason.kind == "unknown" else reason.text[:MAX_REASON]
+        return Place(None if event is None else _operator(event, rank), text)
+    except Exception as error:  # a defect here must not replace the fault that is to be told
+        _log.debug("second look: no place: %s: %s", type(error).__name__, error)
+        return Place()
+
+
+def _operator(event: Event, rank: int) -> FirstOperator:
+    lines = event.lines or event.forward_lines
+    line = f"{lines[0].place()} in {lines[0].function}" if lines else None
+    code = lines[0].text[:MAX_CODE] if lines else ""
+    return FirstOperator(rank, event.operator, line, code, event.phase is EventPhase.BACKWARD)
+
+
+def made_here(traced: Traced | None) -> bool:
+    """Whether the value began in this rank's own arithmetic, not in a collective."""
+    event = traced.first_nonfinite_op if traced is not None else None
+    return event is not None and not is_communication(event.operator)
+
+
+def shared_place(ranks: RankGroup, report: FaultReport, mine: Place, made: bool) -> Place:
+    """The place that all ranks are told: that of the origin's rank, or of the first rank that made the value.
+
+    Args:
+        ranks: that are asked.
+        report: whose origin has a rank, or has none.
+        mine: what this rank found.
+        made: see `made_here`.
+
+    Collective: two SUM all-reduces on the fault group.
+    """
+    makers, knowing = ranks.ranks_where(made, mine.operator is not None or bool(mine.reason))
+    named = report.origin.rank if report.origin is not None else None
+    chosen = named if named in makers or not makers else makers[0]
+    if chosen is None or chosen not in (*makers, *knowing):
+        chosen = next(iter((*makers, *knowing)), None)
+    if chosen is None:
+        return Place()
+    return _read(ranks.text_of(ranks.rank == chosen, _written(mine)))
+
+
+def _written(place: Place) -> str:
+    operator = place.operator
+    while True:
+        data = {"operator": operator.to_dict() if operator is not None else None, "reason": place.reason}
+        text = json.dumps(data)
+        if len(text.encode()) < 8000 or operator is None:
+            return text
+        operator = replace(operator, code="", line=None)
+
+
+def _read(text: str) -> Place:
+    data: dict[str, Any] = json.loads(text)
+    operator = data["operator"]
+    return Place(FirstOperator(**operator) if operator else None, data["reason"])

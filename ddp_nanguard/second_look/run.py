@@ -1,0 +1,275 @@
+"""Runs the window of a step again on the live model, under a monitor of its own that looks at everything."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_nanguard.blame.inspect import RankFindings, rescan
+from ddp_nanguard.blame.triage import Decision
+from ddp_nanguard.build import compose
+from ddp_nanguard.capture import rng
+from ddp_nanguard.capture.model_calls import BackwardPass, ModelCall
+from ddp_nanguard.capture.record import StepRecord
+from ddp_nanguard.capture.window import MicroBatch
+from ddp_nanguard.context import GuardContext
+from ddp_nanguard.diagnosis.trace.traced_step import Traced, TracedJob, Watcher
+from ddp_nanguard.hooks.loop import named_losses
+from ddp_nanguard.inject.injector import injected_again
+from ddp_nanguard.probes.severity import Severity
+from ddp_nanguard.replay.session import is_compiled
+from ddp_nanguard.step.monitor import StepMonitor
+from ddp_nanguard.tensors.containers import copy_containers, tensors_in
+from ddp_nanguard.validate import ValidatedArgs
+from ddp_nanguard.wrappers import wrapper_of
+
+
+@dataclass
+class SecondRun:
+    """What one run of the window gave on this rank.
+
+    Attributes:
+        context: of the run: a guard's, that watches everything.
+        record: of the step as it ran now.
+        findings: what was seen.
+        traced: what the trace saw; None where none was asked for.
+    """
+
+    context: GuardContext
+    record: StepRecord
+    findings: RankFindings
+    traced: Traced | None
+
+
+@dataclass
+class StepAgain:
+    """The recorded step, to be run any number of times.
+
+    Attributes:
+        context: of the job's guard.
+        record: of the step.
+        keep_gradients: whether the job needs the gradients that are there now.
+        progress: counts what has been done, as a sign of life.
+    """
+
+    context: GuardContext
+    record: StepRecord
+    keep_gradients: bool
+    progress: Callable[[], int] = field(default=lambda: 0)
+
+    def run(self, *, traced: bool = False, eager: bool = True, everything: bool = True) -> SecondRun:
+        """Run the window once. Whatever the step raises is raised here, when all has been put back.
+
+        Args:
+            traced: whether every operator is looked at.
+            eager: whether compiled code runs eagerly.
+            everything: whether layers are watched; else only what a clean step looks at.
+
+        Collective: those of the model; every rank must call it. Host sync: many.
+        """
+        context, wrapper = self.context, self.context.wrapper
+        saved = self.record.window.buffers()
+        watcher = Watcher() if traced else None
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(context.paused())
+            stack.enter_context(rng.kept(context.device, context.window.generators))
+            stack.enter_context(_modes_kept(context))
+            stack.enter_context(wrapper.aside(saved, self.keep_gradients))
+            stack.enter_context(_as_in_training())
+            stack.enter_context(
+                torch.compiler.set_stance("force_eager") if eager and _compiled(context) else _nothing()
+            )
+            second = _context_like(context, self.record.step, everything)
+            return self._run(second, watcher)
+
+    def _run(self, second: GuardContext, watcher: Watcher | None) -> SecondRun:
+        monitor = StepMonitor(second, _NoVerdict())
+        self.progress = lambda: second.slots.order + (watcher.num_operators if watcher is not None else 0)
+        monitor.attach()
+        job = TracedJob(second.wrapper, second.optimizers, self.context.scaler is not None, _compiled(self.context))
+        indices = [micro_batch.index for micro_batch in self.record.window.micro_batches]
+        try:
+            followed = watcher.following(job, indices) if watcher is not None else _nothing()
+            with injected_again(second.wrapper.root, monitor.counter), followed:
+                for micro_batch in self.record.window.micro_batches:
+                    self._run_micro_batch(micro_batch, monitor, second, watcher)
+                second.flush_compiled()
+            record = _record_of(second, self.record)
+            findings = rescan(second, record)
+            traced = watcher.result([]) if watcher is not None else None
+            return SecondRun(second, record, findings, traced)
+        finally:
+            monitor.release()
+
+    # -- one micro-batch -----------------------------------------------------------------------------------------------
+
+    def _run_micro_batch(
+        self, micro_batch: MicroBatch, monitor: StepMonitor, second: GuardContext, watcher: Watcher | None
+    ) -> None:
+        window = self.record.window
+        rng.restore(micro_batch.random_state, window.generators, self.context.device)
+        if watcher is not None:
+            watcher.begin(micro_batch.batch)
+        monitor.begin_micro_batch(micro_batch.batch)
+        graphs: dict[int, list[Tensor]] = {}
+        reduces = micro_batch.index in window.reduced_micro_batches
+        with second.wrapper.syncing(reduces):
+            for event in events_of(window.calls.events, micro_batch.index):
+                if isinstance(event, ModelCall):
+                    graphs[id(event)] = self._call(event, micro_batch, monitor, watcher)
+                else:
+                    _backward(event, window.calls.calls, graphs)
+
+    def _call(
+        self, call: ModelCall, micro_batch: MicroBatch, monitor: StepMonitor, watcher: Watcher | None
+    ) -> list[Tensor]:
+        """Make the call again; its outputs that have a graph."""
+        torch.set_rng_state(call.torch_state)
+        if call.device_state is not None:
+            torch.get_device_module(self.context.device).set_rng_state(call.device_state)
+        args, kwargs = copy_containers((call.args, call.kwargs), _as_argument)
+        with _autocast(call):
+            output = call.function(*args, **kwargs)
+        self._watch_losses(call, micro_batch, output, monitor)
+        if watcher is not None:
+            name = "loss" if call.is_step else "the model's output"
+            watcher.end({f"{name}{index or ''}": tensor for index, tensor in enumerate(tensors_in(output))})
+        found = [t for t in tensors_in(output) if t.grad_fn is not None and (t.is_floating_point() or t.is_complex())]
+        if len(found) != call.num_outputs:
+            raise RuntimeError(f"the model gave {len(found)} outputs with a graph, and {call.num_outputs} in training")
+        return found
+
+    def _watch_losses(self, call: ModelCall, micro_batch: MicroBatch, output: Any, monitor: StepMonitor) -> None:
+        """The losses of a step function; those of other code are taken as they were in training."""
+        if call.is_step:
+            for name, value in named_losses({"loss": output}):
+                monitor.watch_loss(name, value)
+            return
+        if call is last_call(self.record.window.calls.calls, micro_batch.index):
+            for name, value in micro_batch.losses.items():
+                monitor.watch_loss(name, value)
+
+
+def events_of(events: list[ModelCall | BackwardPass], micro_batch: int) -> list[ModelCall | BackwardPass]:
+    """The calls of a micro-batch, and the backward passes after each until the next micro-batch begins."""
+    found: list[ModelCall | BackwardPass] = []
+    current = None
+    for event in events:
+        if isinstance(event, ModelCall):
+            current = event.micro_batch
+            if not event.has_returned:
+                continue
+        if current == micro_batch:
+            found.append(event)
+    return found
+
+
+def last_call(calls: list[ModelCall], micro_batch: int) -> ModelCall | None:
+    """The last call of a micro-batch that returned."""
+    return next((c for c in reversed(calls) if c.micro_batch == micro_batch and c.has_returned), None)
+
+
+def _backward(event: BackwardPass, calls: list[ModelCall], graphs: dict[int, list[Tensor]]) -> None:
+    """One backward pass over all outputs that got a gradient in it: call by call would give other bits."""
+    outputs: list[Tensor] = []
+    seeds: list[Tensor] = []
+    for call in calls:
+        for position, gradient in call.gradients.get(event.graph_task, {}).items():
+            if id(call) in graphs:
+                outputs.append(graphs[id(call)][position])
+                seeds.append(gradient)
+    if outputs:
+        more = any(task > event.graph_task for call in calls if id(call) in graphs for task in call.gradients)
+        torch.autograd.backward(outputs, seeds, retain_graph=more or None)
+
+
+def _as_argument(tensor: Tensor) -> Tensor:
+    """An argument without the graph of what it was made from; what required grad does so again, and is no leaf."""
+    if not tensor.requires_grad:
+        return tensor.detach() if type(tensor) is Tensor and not tensor.is_inference() else tensor
+    return tensor.detach().requires_grad_().clone()
+
+
+# -- the surroundings of a run -----------------------------------------------------------------------------------------
+
+
+class _NoVerdict:
+    """The handler of a monitor that gives no verdict."""
+
+    def on_clean(self) -> None:
+        """Nothing: there is no verdict."""
+
+    def on_verdict(self, severity: Severity, record: StepRecord) -> Decision:
+        """Nothing: there is no verdict."""
+        return Decision.PROCEED
+
+
+def _context_like(context: GuardContext, step: int, everything: bool) -> GuardContext:
+    """The parts of a guard that looks at everything, on the model as it is now."""
+    config = replace(
+        context.config,
+        budget=None if everything else context.config.budget,
+        first_step=step,
+        dump_dir=None,
+        keep_previous=False,
+        verdict="sync",
+        look_again=False,
+        grad_norm_warn=None,
+        hold_batches="device",
+        copy_batch=False,
+    )
+    args = ValidatedArgs(config, wrapper_of(context.wrapper.model), context.optimizers, None, None)
+    second = compose(args, context.ranks, None, context.device)
+    second.is_second_look = True
+    second.known_nonfinite = context.known_nonfinite
+    second.state.registered = context.state.registered
+    return second
+
+
+def _record_of(second: GuardContext, then: StepRecord) -> StepRecord:
+    """The record of the run, with the window of training: its batches and losses are those that count."""
+    return replace(
+        then,
+        window=then.window,
+        calls=second.forward.calls,
+        slots=second.slots,
+        is_current=False,  # its gradients are gone by then, and those of the job are not of this run
+    )
+
+
+@contextlib.contextmanager
+def _as_in_training() -> Iterator[None]:
+    torch.clear_autocast_cache()
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
+    torch.clear_autocast_cache()
+
+
+@contextlib.contextmanager
+def _autocast(call: ModelCall) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for kind, enabled, dtype in call.autocast:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+        yield
+
+
+@contextlib.contextmanager
+def _modes_kept(context: GuardContext) -> Iterator[None]:
+    modes = [(module, module.training) for _, module in context.wrapper.named_modules()]
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _compiled(context: GuardContext) -> bool:
+    return any(context.compiled) or is_compiled(context.wrapper.model)
+
+
+_nothing = contextlib.nullcontext

@@ -1,0 +1,190 @@
+"""A model made ready to run its step a second time, so that nothing is left of it afterwards.
+
+[Note: shadow parameters]
+Without sharding the modules get fresh parameters over the same memory, and clones of the buffers, for forward and
+backward alike. So a second backward touches no live gradient, fires no hook of the job, and DDP's reducer never hears
+of it. A parameter that is used through another reference than its module's would receive a gradient all the same: a
+hook on the live one raises before it does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from .clean_names import join, paths
+
+_MACHINERY = frozenset({"_parameters", "_buffers", "_modules", "_compiled_call_impl", "_is_full_backward_hook"})
+
+
+class HeldOutsideError(RuntimeError):
+    """A parameter was used through another reference than that of its module."""
+
+
+@contextlib.contextmanager
+def shadowed(
+    model: nn.Module, parameters: Iterable[tuple[str, nn.Parameter]], saved: Mapping[str, Tensor]
+) -> Iterator[None]:
+    """Within, the modules have shadow parameters and cloned buffers, see [Note: shadow parameters].
+
+    Args:
+        model: with all its shells.
+        parameters: clean name and live parameter.
+        saved: buffers as they are to be at the beginning, by clean name; others are as they are now.
+    """
+    with contextlib.ExitStack() as stack:
+        for name, parameter in parameters:
+            if parameter.requires_grad:
+                stack.enter_context(_refused(name, parameter))
+        stack.enter_context(attributes_kept(model, is_sharded=False))
+        _replace_parameters(model)
+        _replace_buffers(model, saved)
+        _renew_flat_weights(model)
+        yield
+
+
+@contextlib.contextmanager
+def _refused(name: str, parameter: nn.Parameter) -> Iterator[None]:
+    """Within, a gradient that reaches the live parameter raises."""
+
+    def refuse(gradient: Tensor) -> None:
+        raise HeldOutsideError(f"parameter {name} is used outside of the module that owns it")
+
+    before = parameter._backward_hooks
+    handle = parameter.register_hook(refuse)  # type: ignore[no-untyped-call]  # torch's own
+    try:
+        yield
+    finally:
+        handle.remove()
+        if before is None:
+            parameter._backward_hooks = None  # compiled code guards on it
+
+
+def _replace_parameters(model: nn.Module) -> None:
+    shadows: dict[int, nn.Parameter] = {}
+    for _, module in paths(model):
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in shadows:
+                shadow = nn.Parameter(parameter.detach(), parameter.requires_grad)
+                shadow.__dict__.update(parameter.__dict__)
+                shadows[id(parameter)] = shadows[id(shadow)] = shadow  # a module may be met on two paths
+            module._parameters[name] = shadows[id(parameter)]
+
+
+def _replace_buffers(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    clones: dict[int, Tensor] = {}
+    for prefix, module in paths(model):
+        for attribute, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            if id(buffer) not in clones:
+                clone = saved.get(join(prefix, attribute), buffer).detach().clone()
+                clones[id(buffer)] = clones[id(clone)] = clone
+            module._buffers[attribute] = clones[id(buffer)]
+
+
+def _renew_flat_weights(model: nn.Module) -> None:
+    """Recurrent modules keep a list of their parameters."""
+    for _, module in paths(model):
+        if isinstance(module, nn.RNNBase):
+            module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+
+
+@contextlib.contextmanager
+def attributes_kept(model: nn.Module, is_sharded: bool) -> Iterator[None]:
+    """At the end each module has the attributes, parameters, buffers and children that it had: a forward may set some.
+
+    Args:
+        model: with all its shells.
+        is_sharded: whether parameters, and tensors in their place, are the wrapper's to put back.
+    """
+    modules = list(dict.fromkeys(module for _, module in paths(model)))
+    plain = [module for module in modules if not isinstance(module, FullyShardedDataParallel)]
+    attributes = [(module, _own_attributes(module, is_sharded)) for module in plain]
+    tables = [(table, dict(table)) for module in modules for table in _tables(module, is_sharded)]
+    try:
+        yield
+    finally:
+        for module, before in attributes:
+            for name in _own_attributes(module, is_sharded).keys() - before.keys():
+                del module.__dict__[name]
+            module.__dict__.update(before)
+        for table, entries in tables:
+            table.clear()
+            table.update(entries)
+
+
+def _own_attributes(module: nn.Module, is_sharded: bool) -> dict[str, Any]:
+    own = {name: value for name, value in module.__dict__.items() if name not in _MACHINERY and "hooks" not in name}
+    return {name: value for name, value in own.items() if not (is_sharded and isinstance(value, Tensor))}
+
+
+def _tables(module: nn.Module, is_sharded: bool) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = [module._buffers, module._modules]
+    return found if is_sharded else [*found, module._parameters]
+
+
+# -- sharded: the live parameters themselves ---------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def gradients_aside(parameters: list[nn.Parameter], keep: bool) -> Iterator[None]:
+    """Within, no parameter has a gradient or a hook of the job; afterwards each has its own again.
+
+    Args:
+        parameters: as the optimizer holds them.
+        keep: whether the gradients are kept; if not, they are given up, and there are none afterwards.
+    """
+    gradients = [parameter.grad if keep else None for parameter in parameters]
+    _drop_gradients(parameters)
+    hooks = [(table, dict(table)) for parameter in parameters for table in _hook_tables(parameter)]
+    for table, _ in hooks:
+        table.clear()
+    try:
+        yield
+    finally:
+        _drop_gradients(parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for table, before in hooks:
+            table.update(before)
+
+
+def _drop_gradients(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def _hook_tables(parameter: nn.Parameter) -> list[dict[int, Any]]:
+    if hasattr(parameter, "_is_flat_param"):
+        return []  # FSDP's own
+    found = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
+    return [table for table in found if table]
+
+
+@contextlib.contextmanager
+def buffers_put_back(named: Callable[[], Iterable[tuple[str, Tensor]]], saved: Mapping[str, Tensor]) -> Iterator[None]:
+    """Within, buffers begin as they were saved; afterwards they are what they were before.
+
+    Args:
+        named: gives clean name and buffer.
+        saved: by clean name.
+    """
+    now = [(buffer, buffer.detach().clone()) for _, buffer in named()]
+    with torch.no_grad():
+        for name, buffer in named():
+            if name in saved:
+                buffer.copy_(saved[name])
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in now:
+                buffer.copy_(value)
