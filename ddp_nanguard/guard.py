@@ -101,7 +101,7 @@ class NanGuard:
             self._monitor.watch_loss(name, value)
 
     def run(self, step: Callable[[Any, Any], Any], batch: Any) -> Any:
-        """One micro-batch in one call, ``loss = guard.run(step, batch)``: in place of ``guard(...)`` and ``guard.watch``.
+        """One micro-batch, ``loss = guard.run(step, batch)``: in place of ``guard(...)`` and ``guard.watch``.
 
         After a fault the whole step can then be run once more, with the code of the loss, which lies outside the model.
 
