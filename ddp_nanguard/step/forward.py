@@ -42,7 +42,7 @@ class ModelForward:
 
     def _hook_model(self) -> None:
         come_late = self._context.has_hooks or any(self._context.compiled)
-        self._hooks.put(before_others=come_late, sees_output=self._context.root_is_traced)
+        self._hooks.put(before_others=come_late, sees_output=self._context.sees_output_outside)
 
     def follow_compilation(self) -> None:
         """The model may be compiled between the making of the guard and the first step."""
@@ -60,9 +60,6 @@ class ModelForward:
 
     def before_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The model, wrapper included, is about to run."""
-        self._context.timed(self._enter, args, kwargs)
-
-    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         context = self._context
         self.follow_compilation()
         if not torch.is_grad_enabled():
@@ -80,7 +77,7 @@ class ModelForward:
             context.probe_initial_state()
         context.probe_buffers_before_broadcast()
         if root_hook_missed:  # hooks put on a module from one of its own hooks begin with its next call
-            context.forward.before("", args, kwargs)
+            context.forward.before_root(args, kwargs)
 
     def _before_root(self) -> None:
         """Inside the wrapper, after its broadcast: keep the buffers before the model changes them."""
@@ -89,10 +86,10 @@ class ModelForward:
         context.probe_initial_buffers()
 
     def after_model(self, output: Any) -> None:
-        """The model has run. The output of a root that runs inside compiled code is looked at here."""
+        """The model has run. The output of a root whose own hooks do not look at it is looked at here."""
         context = self._context
-        if context.root_is_traced and context.watches_activations and torch.is_grad_enabled():
-            context.timed(context.forward.probe_root_output, output)
+        if context.sees_output_outside and torch.is_grad_enabled():
+            context.forward.probe_root_output(output)
 
     def remove(self) -> None:
         """Take the hooks around the model off."""
