@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.watches import ALL, EVERYTHING, Guard, Watch
+from benchmarks.watches import EVERY, EVERYTHING, Guard, Watch
 from benchmarks.workloads import Case, Loop
 from ddp_nanguard.probes.slots import SlotBuffer
 from tests.counting import Counts, counting
@@ -61,7 +61,7 @@ def counted(case: Case, verdict: str = "sync") -> Found:
 
 
 def _of_step(found: Found, options: dict[str, Any]) -> Found:
-    off, on = Loop(found.case, Watch()), Loop(found.case, Guard(ALL, **options))
+    off, on = Loop(found.case, Watch()), Loop(found.case, Guard(EVERY, **options))
     for _ in range(WARM_UP):
         off.step(found.case.batch())
         on.step(found.case.batch())
@@ -78,7 +78,7 @@ def _of_step(found: Found, options: dict[str, Any]) -> Found:
 
 def _of_graphs(found: Found, options: dict[str, Any]) -> Found:
     graphs = []
-    for watch in (Watch(), Guard(ALL, **options)):
+    for watch in (Watch(), Guard(EVERY, **options)):
         torch._dynamo.reset()
         counters.clear()
         loop = Loop(found.case, watch)
@@ -174,7 +174,7 @@ def described(found: Found) -> str:
 
 def generous_ratio(case: Case, num_pairs: int = 5) -> float:
     """Processor time of a guarded step in unguarded ones, the median."""
-    off, on = Loop(case, Watch()), Loop(case, Guard(ALL, **EVERYTHING))
+    off, on = Loop(case, Watch()), Loop(case, Guard(EVERY, **EVERYTHING))
     ratios = []
     for index in range(num_pairs + 2):
         batch = case.batch()

@@ -289,12 +289,12 @@ class Bench:
 
 def verdicts() -> dict[str, dict[str, Any]]:
     """The guard's options that are compared."""
-    everything: dict[str, Any] = {"budget": None}
     return {
-        "sync": dict(everything),
-        "deferred": {**everything, "verdict": "deferred"},
-        "budget=0.02": {"budget": 0.02},
-        "loss, reduce": {**everything, "watch": ("loss", "reduce")},
+        "sync": {},
+        "deferred": {"verdict": "deferred"},
+        "layers=blocks": {"layers": "blocks"},
+        "layers=every": {"layers": "every"},
+        "loss, reduce": {"watch": ("loss", "reduce")},
     }
 
 

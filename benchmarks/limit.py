@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.watches import ALL, EVERYTHING, Guard
+from benchmarks.watches import EVERY, EVERYTHING, Guard
 from benchmarks.workloads import Case, Loop
 from ddp_nanguard.probes.slots import SlotBuffer
 from ddp_nanguard.tensors.minmax import dense_parts
@@ -67,7 +67,7 @@ def distance(case: Case, num_pairs: int = 15, warm_up: int = 3) -> dict[str, Any
     """Measured in a guarded loop of its own. Collective: as the training steps."""
     probes, sums = [], []
     with Stopwatch() as watch:
-        loop = Loop(case, Guard(ALL, **EVERYTHING))
+        loop = Loop(case, Guard(EVERY, **EVERYTHING))
         for index in range(2 * (num_pairs + warm_up)):
             batch = case.batch()
             dist.barrier()

@@ -27,7 +27,7 @@ from torch import nn
 from torch.autograd.profiler import profile
 
 from benchmarks.limit import Stopwatch
-from benchmarks.watches import ALL, EVERYTHING, Guard, Watch
+from benchmarks.watches import EVERY, EVERYTHING, Guard, Watch
 from tests.rank_processes import run_ranks
 
 HISTORY = 16
@@ -81,7 +81,7 @@ def run(rank: int, world_size: int, job: Job, guarded: bool, how: str) -> dict[s
 def _train(job: Job, guarded: bool, on_step: Any = None) -> list[Any]:
     model = job.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    watch = Guard(ALL, **EVERYTHING) if guarded else Watch()
+    watch = Guard(EVERY, **EVERYTHING) if guarded else Watch()
     watch.start(model, optimizer)
     for _ in range(STEPS):
         if on_step is not None:

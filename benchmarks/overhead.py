@@ -38,7 +38,7 @@ from torch._dynamo.utils import counters  # noqa: E402
 
 from benchmarks import counts, limit  # noqa: E402
 from benchmarks.machine import load, machine  # noqa: E402
-from benchmarks.watches import COLUMNS, GUARDS, PEERS, Control, Watch, hasten_budget, is_installed  # noqa: E402
+from benchmarks.watches import COLUMNS, GUARDS, PEERS, Control, Watch, is_installed  # noqa: E402
 from benchmarks.workloads import MODELS, Case, Loop, Seconds  # noqa: E402
 
 GENEROUS = 3.0
@@ -74,7 +74,6 @@ class Column:
             "quartiles": [round(low, 4), round(high, 4)],
             "runs": [round(statistics.median(m.wall / p.wall for m, p in run), 4) for run in self.runs if run],
             "cpu_ratio": round(statistics.median(mine.cpu / plain.cpu for mine, plain in pairs), 4),
-            "level": self.loop.watch.level(),
             "pairs": len(pairs),
             "step_ms": round(1000 * statistics.median(mine.wall for mine, _ in pairs), 3),
             "added_ms": round(1000 * statistics.median(mine.wall - plain.wall for mine, plain in pairs), 3),
@@ -145,7 +144,7 @@ def measure(case: Case, extent: Extent) -> dict[str, Any]:
 
 def _warm_up(case: Case, extent: Extent, columns: list[Column]) -> None:
     for column in columns:
-        for _ in range(extent.warm_up + column.loop.watch.settles_in):
+        for _ in range(extent.warm_up):
             column.loop.step(case.batch())
     for _ in range(extent.warm_up):
         _round(case, columns, 0)
@@ -238,7 +237,7 @@ def _line(row: dict[str, Any]) -> str:
     quartiles = "{:.3f} to {:.3f}".format(*row["quartiles"])
     runs = f"{min(row['runs']):.3f} to {max(row['runs']):.3f}"
     figures = f"{row['ratio']:>8.3f}{quartiles:>18}{runs:>18}{row['cpu_ratio']:>8.3f}{row['added_ms']:>9.3f} ms"
-    return f"  {row['column']:<34}{figures}{row['pairs']:>7}  {row['level']}"
+    return f"  {row['column']:<34}{figures}{row['pairs']:>7}"
 
 
 # -- the short form ----------------------------------------------------------------------------------------------------
@@ -288,7 +287,6 @@ def main() -> None:
         parser.error("start it with torchrun --nproc-per-node 2")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    hasten_budget()
     try:
         _count_all(options) if options.counts else _measure_all(options)
     finally:

@@ -27,13 +27,13 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402  # after the path of this repository
 import torch.distributed as dist  # noqa: E402
 
-from benchmarks.watches import EVERYTHING, Guard, Watch  # noqa: E402
+from benchmarks.watches import EVERY, EVERYTHING, Guard, Watch  # noqa: E402
 from benchmarks.workloads import MODELS, Case, Loop  # noqa: E402
 from ddp_nanguard.context import GuardContext  # noqa: E402
 from ddp_nanguard.distributed.group import RankGroup  # noqa: E402
 from ddp_nanguard.guard import NanGuard  # noqa: E402
 from ddp_nanguard.hooks import loop  # noqa: E402
-from ddp_nanguard.probes import backward, forward  # noqa: E402
+from ddp_nanguard.probes import backward, module_hooks  # noqa: E402
 from ddp_nanguard.probes.gradient import GradientProbe  # noqa: E402
 from ddp_nanguard.probes.severity import SeverityReducer  # noqa: E402
 from ddp_nanguard.probes.slots import SlotBuffer  # noqa: E402
@@ -43,8 +43,8 @@ from ddp_nanguard.wrappers import base  # noqa: E402
 STEPS, WARM_UP = 30, 8
 TIMED: list[tuple[str, Any, str]] = [
     ("a micro-batch begins (random states)", StepMonitor, "begin_micro_batch"),
-    ("before modules", forward._BeforeHook, "__call__"),
-    ("after modules", forward._AfterHook, "__call__"),
+    ("before modules", module_hooks.BeforeHook, "__call__"),
+    ("after modules", module_hooks.AfterHook, "__call__"),
     ("  of both: hooks put on tensors", backward.BackwardProbe, "watch"),
     ("loss", NanGuard, "watch"),
     ("gradients of activations", backward.GradientHook, "__call__"),
@@ -85,7 +85,7 @@ def _timed(function: Any, seconds: list[float]) -> Any:
 def profile(model: str) -> dict[str, Any]:
     case = Case(model)
     with timed() as found:
-        plain, guarded = Loop(case, Watch()), Loop(case, Guard("all phases", **EVERYTHING))
+        plain, guarded = Loop(case, Watch()), Loop(case, Guard(EVERY, **EVERYTHING))
         pairs = []
         for index in range(WARM_UP + STEPS):
             if index == WARM_UP:

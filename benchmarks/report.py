@@ -179,7 +179,7 @@ def _row(column: dict[str, Any]) -> list[str]:
     runs = f"{min(column['runs']):.3f} to {max(column['runs']):.3f}"
     added = f"{column['added_ms']:.2f} ms"
     ratio, cpu = f"{column['ratio']:.3f}", f"{column['cpu_ratio']:.3f}"
-    name = column["column"] + (f" ({column['level']})" if column["level"] else "")
+    name = column["column"]
     return [name, ratio, quartiles, runs, cpu, added, str(column["pairs"])]
 
 
@@ -259,7 +259,7 @@ def _dump(rows: list[dict[str, Any]] | None) -> list[str]:
 
 
 WAYS = ("eager", "compiled", "cuda graphs")
-KINDS = ("sync", "deferred", "budget=0.02", "loss, reduce")
+KINDS = ("sync", "deferred", "layers=blocks", "layers=every", "loss, reduce")
 
 
 def _gpu(found: dict[str, Any] | None) -> list[str]:

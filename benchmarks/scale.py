@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from benchmarks import cost_model, fault_round, memory  # noqa: E402
 from benchmarks.limit import Stopwatch  # noqa: E402
 from benchmarks.machine import load, machine  # noqa: E402
-from benchmarks.watches import ALL, EVERYTHING, Guard, Watch  # noqa: E402
+from benchmarks.watches import EVERY, EVERYTHING, Guard, Watch  # noqa: E402
 from tests import rank_processes  # noqa: E402
 from tests.rank_processes import run_ranks  # noqa: E402
 
@@ -84,7 +84,7 @@ class Loop:
 
 def measure(rank: int, world_size: int, shape: Shape, num_steps: int) -> dict[str, float]:
     """Body of a rank: one point."""
-    loops = [Loop(shape, Watch()), Loop(shape, Guard(ALL, **EVERYTHING))]
+    loops = [Loop(shape, Watch()), Loop(shape, Guard(EVERY, **EVERYTHING))]
     times: list[list[tuple[float, float]]] = [[], []]
     for index in range(WARM_UP + num_steps):
         batch = torch.randn(8, shape.width)

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ddp_nanguard import NanGuard
-from ddp_nanguard.probes import budget
 
 
 class Watch:
@@ -26,8 +25,6 @@ class Watch:
     name = "unguarded"
     about = ""
     package = ""
-    settles_in = 0
-    """Steps that it needs to find out what it can afford."""
 
     def attach(self, model: nn.Module) -> None:
         """Before the model is compiled and wrapped."""
@@ -52,10 +49,6 @@ class Watch:
     def resume(self) -> None:
         """Put it back."""
 
-    def level(self) -> str:
-        """What is watched, where that is decided while it runs."""
-        return ""
-
     def close(self) -> None: ...
 
 
@@ -70,7 +63,6 @@ class Guard(Watch):
     def __init__(self, name: str, **options: Any) -> None:
         self.name = name
         self.options = options
-        self.settles_in = SETTLES_IN if options.get("budget") else 0
         given = ", ".join(f"{key}={value!r}" for key, value in options.items())
         self.about = f"`NanGuard(model, optimizer, {given})`" if given else "`NanGuard(model, optimizer)`"
 
@@ -92,33 +84,20 @@ class Guard(Watch):
         self.guard._monitor._forward.attach()
         self.guard._monitor._hooks.put()
 
-    def level(self) -> str:
-        return self.guard._context.budget.level if self.options.get("budget") else ""
-
     def close(self) -> None:
         self.guard.close()
 
 
-SETTLES_IN = 30
-"""Steps until the budget has gone through all its levels, see `hasten_budget`."""
-
-
-def hasten_budget() -> None:
-    """Let the budget begin sooner than in a job, and measure less."""
-    budget.WARM_UP, budget.MEASURED = 6, 4
-
-
-ALL = "all phases"
-EVERYTHING: dict[str, Any] = {"budget": None}
-"""Options under which nothing is left out to save time."""
+DEFAULT, EVERY = "default", "layers=every"
+EVERYTHING: dict[str, Any] = {"layers": "every"}
+"""Options under which every module is looked at in every step."""
 
 GUARDS: tuple[Callable[[], Guard], ...] = (
-    partial(Guard, "loss, reduce", watch=("loss", "reduce"), **EVERYTHING),
-    partial(Guard, "loss, reduce, state, optimizer", watch=("loss", "reduce", "state", "optimizer"), **EVERYTHING),
-    partial(Guard, "loss, backward, reduce", watch=("loss", "backward", "reduce"), **EVERYTHING),
-    partial(Guard, ALL, **EVERYTHING),
-    partial(Guard, "all phases, budget=0.02", budget=0.02),
-    partial(Guard, "all phases, deferred", **EVERYTHING, verdict="deferred"),
+    partial(Guard, "loss, reduce", watch=("loss", "reduce")),
+    partial(Guard, DEFAULT),
+    partial(Guard, "deferred", verdict="deferred"),
+    partial(Guard, "layers=blocks", layers="blocks"),
+    partial(Guard, EVERY, **EVERYTHING),
 )
 
 

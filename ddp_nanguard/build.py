@@ -16,10 +16,10 @@ from .context import GuardContext, guarded
 from .distributed.group import RankGroup
 from .inject.injector import environment_option, spec_from_environment
 from .probes.backward import BackwardProbe
-from .probes.budget import Budget
 from .probes.compiled_calls import expand_compiled
 from .probes.forward import ForwardProbe
 from .probes.gradient import GradientProbe
+from .probes.layers import watched_layers
 from .probes.slots import SlotBuffer
 from .probes.state import StateProbe
 from .report.types import Phase
@@ -111,7 +111,9 @@ def compose(args: ValidatedArgs, ranks: RankGroup, recipe: str | None, device: t
     slots = SlotBuffer(config.history)
     slots.expand_compiled = expand_compiled
     backward = BackwardProbe(slots, probes_activations=Phase.BACKWARD in config.watched)
-    forward = ForwardProbe(modules, slots, backward, config.skip_types)
+    # what modules carry hooks for is told in the phases forward and backward only
+    layers = "none" if config.watched.isdisjoint((Phase.FORWARD, Phase.BACKWARD)) else config.layers
+    forward = ForwardProbe(modules, slots, backward, config.skip_types, watched_layers(layers, modules))
     # a scaler looks at what its optimizer holds, so a bad gradient of any other parameter is never skipped by it
     held = {id(p) for optimizer in args.optimizers for group in optimizer.param_groups for p in group["params"]}
     left_out = {shard.name for name, p in parameters if id(p) not in held for shard in wrapper.shards("", name, p, p)}
@@ -135,7 +137,6 @@ def compose(args: ValidatedArgs, ranks: RankGroup, recipe: str | None, device: t
         slots=slots,
         backward=backward,
         forward=forward,
-        budget=Budget(config.budget if config.enabled else None, forward, device),
         gradient=gradient,
         local_gradients=_without_hooks(wrapper, gradient) if watches_gradients else None,
         state=StateProbe(slots, parameters, named_buffers, args.optimizers, wrapper.local, config.is_ignored),

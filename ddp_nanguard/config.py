@@ -86,9 +86,9 @@ class GuardConfig:
     reason."""
     verdict: Literal["sync", "deferred"] = "sync"
     """``deferred``: a fused optimizer withholds a bad update by itself, and the host learns of it one step later."""
-    budget: float | None = 0.02
-    """Share of a step that the probes may take: beyond it, and in compiled code, modules are watched less finely; None
-    watches everything."""
+    layers: Literal["none", "blocks", "every"] = "none"
+    """Modules whose inputs, outputs and their gradients are looked at in every step: none, those that hold others, or
+    every one."""
     first_step: int = 0
     """Number of the first step; a resumed run gives its global step."""
 
@@ -138,8 +138,6 @@ class GuardConfig:
         _require("exit_code", self.exit_code, 1 <= self.exit_code <= 255, "a code from 1 to 255")
         _require("timeout_s", self.timeout_s, 0 < self.timeout_s <= 1e7, "a number of seconds above 0, at most 1e7")
         _require("scale_floor", self.scale_floor, 0 <= self.scale_floor < math.inf, "a number of at least 0")
-        if self.budget is not None:
-            _require("budget", self.budget, 0 < self.budget < math.inf, "a share above 0, such as 0.02, or None")
         if self.grad_norm_warn is not None:
             _require("grad_norm_warn", self.grad_norm_warn, self.grad_norm_warn > 0, "a number above 0, or None")
 

@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from .config import GuardConfig
 from .distributed.group import RankGroup
 from .inject.spec import InjectionSpec
 from .probes.backward import BackwardProbe
-from .probes.budget import Budget
 from .probes.calls import ModuleCall
 from .probes.forward import ForwardProbe
 from .probes.gradient import GradientProbe
@@ -27,8 +26,6 @@ from .probes.state import StateProbe
 from .report.types import Phase
 from .wrappers import GradientWatch, Wrapper, compiled_modules
 from .wrappers.grad_scaler import WatchedScaler
-
-_T = TypeVar("_T")
 
 
 @dataclass
@@ -43,7 +40,6 @@ class GuardContext:
         slots: where the probes leave their results.
         backward, forward, gradient, state: the probes.
         local_gradients: hooks that see gradients before any communication; None where no gradient is watched.
-        budget: makes ``forward`` watch fewer modules until the probes fit their share of a step.
         window: micro-batches of the step that is running.
         previous: the copy for ``keep_previous``; None without the option.
         recipe, recipe_directory: ``module:function`` for a replay, and where that module lies; None where not given.
@@ -76,7 +72,6 @@ class GuardContext:
     gradient: GradientProbe
     state: StateProbe
     local_gradients: GradientWatch | None
-    budget: Budget
 
     # - What is kept for a dump
     window: AccumulationWindow
@@ -109,11 +104,6 @@ class GuardContext:
         """
         numbers = list(self.state.hyper_parameters())
         return StepRecord(step, self.window, self.forward.calls, self.slots, numbers, self.scaler)
-
-    def timed(self, probe: Callable[..., _T], *args: Any) -> _T:
-        """Run a probe; it is timed in the few steps that `Budget` measures."""
-        meter = self.slots.meter
-        return probe(*args) if meter is None else meter.run(probe, *args)
 
     def keep_clean_step(self, step: int) -> None:
         """Put the slots of a clean step into the ring; with ``keep_previous``, copy all that its update can change.
@@ -161,16 +151,21 @@ class GuardContext:
         return list(dict.fromkeys([*(self.owner_of(each) for each in (name, *others)), *taken_by]))
 
     @property
-    def watches_activations(self) -> bool:
-        """Whether modules carry hooks at all, which only the phases ``forward`` and ``backward`` need."""
-        return not self.config.watched.isdisjoint((Phase.FORWARD, Phase.BACKWARD))
+    def sees_output_outside(self) -> bool:
+        """Whether the model's output is looked at where the model returns it, since no hook of the root does.
+
+        With a scaler that is so without watched layers too: it tells a forward that is bad from an overflow.
+        """
+        if self.forward.watched.layers:
+            return self.root_is_traced
+        return self.scaler is not None and not self.config.watched.isdisjoint((Phase.FORWARD, Phase.BACKWARD))
 
     # -- compiled code -----------------------------------------------------------------------------------------------
 
     @property
     def root_is_traced(self) -> bool:
-        """Whether the root runs inside compiled code, where its own hooks do not run."""
-        return "" in self.compiled[0]
+        """Whether the root runs inside compiled code, where its own hooks do not run, or has none there."""
+        return "" in self.compiled[0] or ("" in self.compiled[1] and not self.forward.watched.layers)
 
     def follow_compilation(self) -> None:
         """Put hooks that can be traced on modules that have been compiled since the last call.
@@ -180,8 +175,7 @@ class GuardContext:
         found = compiled_modules(self.wrapper.model)
         if found != self.compiled:
             self.compiled = found
-            if self.watches_activations:
-                self.forward.hook_compiled(*found, self.budget.layers_in_compiled_code, self.device)
+            self.forward.hook_compiled(*found, self.device)
 
     def flush_compiled(self) -> None:
         """Move what compiled code has accumulated into the slots of the last micro-batch; nothing before the first."""
@@ -195,8 +189,7 @@ class GuardContext:
         if self.has_hooks:
             return False
         self.has_hooks = True
-        if self.watches_activations:
-            self.forward.install_hooks()
+        self.forward.install_hooks()
         if self.local_gradients is not None:
             self.local_gradients.install_hooks()
         return True

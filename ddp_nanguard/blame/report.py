@@ -66,7 +66,7 @@ def _rank_fault(context: GuardContext, record: StepRecord, findings: RankFinding
 def not_checked(context: GuardContext, record: StepRecord, findings: RankFindings) -> list[str]:
     """What this rank did not look at in a step, one phrase each; see `probes.coverage.unchecked`."""
     calls = record.calls if record.window.micro_batches else None
-    return unchecked(context.config, context.forward, context.budget, calls, findings.slot_stats)
+    return unchecked(context.config, context.forward, calls, findings.slot_stats)
 
 
 def _notes(context: GuardContext) -> tuple[str, ...]:

@@ -82,18 +82,17 @@ class RankGroup:
 
     # -- the verdict: the one collective of a clean step -----------------------------------------------------------
 
-    def all_reduce_verdict(self, severity: Tensor, ran_backward: bool, probe_cost_ppm: int = 0) -> Verdict:
-        """Largest severity over all ranks, whether any of them has run a backward, and the largest cost of probes.
+    def all_reduce_verdict(self, severity: Tensor, ran_backward: bool) -> Verdict:
+        """Largest severity over all ranks, and whether any of them has run a backward.
 
         Args:
             severity: int64, shape (), on any device.
             ran_backward: whether this rank has, since the last verdict.
-            probe_cost_ppm: what the probes cost here, below 2**31; see `probes.budget`.
 
         Collective: one MAX all-reduce of 16 bytes over ``group``; every rank must call it. Host sync: none until the
         verdict is read.
         """
-        payload = packed(severity, ran_backward, probe_cost_ppm)
+        payload = packed(severity, ran_backward)
         if self.connected:
             payload = payload.to(self.device)
             dist.all_reduce(payload, op=dist.ReduceOp.MAX, group=self.group)

@@ -14,13 +14,10 @@ from torch import Tensor
 
 from ddp_nanguard.probes.severity import Severity
 
-_COST_BITS = 31
 
-
-def packed(severity: Tensor, ran_backward: bool, probe_cost_ppm: int) -> Tensor:
+def packed(severity: Tensor, ran_backward: bool) -> Tensor:
     """What a rank sends: int64, shape (2,), of which the MAX over ranks is the verdict."""
-    second = int(ran_backward) << _COST_BITS | probe_cost_ppm
-    return torch.stack((severity, torch.full_like(severity, second)))
+    return torch.stack((severity, torch.full_like(severity, int(ran_backward))))
 
 
 class Verdict:
@@ -47,9 +44,9 @@ class Verdict:
             self._arrival.record()
         return (self._payload[0] >= severity).to(torch.float32)
 
-    def read(self) -> tuple[Severity, bool, int]:
-        """Severity, whether any rank ran a backward, and the largest cost of probes in ppm. Host sync: one read."""
+    def read(self) -> tuple[Severity, bool]:
+        """Severity, and whether any rank ran a backward. Host sync: one read."""
         if self._arrival is not None:
             self._arrival.synchronize()
-        worst, second = (self._payload if self._host is None else self._host).tolist()
-        return Severity(worst), bool(second >> _COST_BITS), second & ((1 << _COST_BITS) - 1)
+        worst, ran_backward = (self._payload if self._host is None else self._host).tolist()
+        return Severity(worst), bool(ran_backward)

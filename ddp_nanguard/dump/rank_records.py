@@ -69,7 +69,6 @@ class RankEvidence:
         host: name of its machine.
         device: where the rank computed.
         sites: non-finite values found on this rank, earliest first.
-        budget_level: how finely modules were watched, 0 for all; an index into `ddp_nanguard.probes.budget`'s levels.
         compiled_layers: modules in compiled code.
         known_nonfinite: layer, slot and kind of values that were non-finite in clean steps too.
         reduced_micro_batches: micro-batches after which gradients were communicated.
@@ -90,7 +89,6 @@ class RankEvidence:
     host: str
     device: Device
     sites: tuple[Site, ...] = ()
-    budget_level: Natural = 0
     compiled_layers: CompiledLayers = CompiledLayers()
     known_nonfinite: tuple[tuple[str, str, str], ...] = ()
     reduced_micro_batches: tuple[Natural, ...] = ()

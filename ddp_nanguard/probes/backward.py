@@ -116,11 +116,7 @@ class GradientHook:
             return
         if not (probe.is_entered and probe.ran):
             probe.enter()
-        slots = probe.slots
-        if slots.meter is None:
-            slots.reduce(SlotRole.EVIDENCE, gradient, self)
-        else:
-            slots.meter.run(slots.reduce, SlotRole.EVIDENCE, gradient, self)
+        probe.slots.reduce(SlotRole.EVIDENCE, gradient, self)
 
     @property
     def call(self) -> ModuleCall:

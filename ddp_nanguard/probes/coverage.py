@@ -8,7 +8,6 @@ from ddp_nanguard.config import GuardConfig
 from ddp_nanguard.report.types import Phase
 from ddp_nanguard.report.wording import layer_text, listed, plural
 
-from .budget import Budget
 from .calls import ModuleCall
 from .compiled_calls import CompiledTensorRecord
 from .forward import ForwardProbe
@@ -20,36 +19,42 @@ _NO_CALLS = (
     "without grad mode; faults are not attributed to layers (make the guard of what the loop calls, and compile before "
     "its first step)"
 )
+NO_LAYERS = "the model's layers, which a step does not look at (layers='none')"
 
 
 def unchecked(
-    config: GuardConfig, forward: ForwardProbe, budget: Budget, calls: list[ModuleCall] | None, stats: list[SlotStats]
+    config: GuardConfig, forward: ForwardProbe, calls: list[ModuleCall] | None, stats: list[SlotStats]
 ) -> list[str]:
     """Everything that this rank did not look at in a step, one phrase each; empty where all was watched.
 
     Args:
         config: whose ``watch`` can leave phases out.
         forward: whose modules can be skipped, unwatched or of a kind that no hook reaches.
-        budget: which may have taken hooks off.
         calls: of the step; None where it has no micro-batch and no module was to run.
         stats: the slots of the step, expanded: they tell which modules ran inside compiled code.
     """
+    found = _modules(config, forward, calls, stats) if forward.watched.layers else []
+    if not forward.watched.layers and config.layers == "none":
+        found.append(NO_LAYERS)
+    return found + [f"phase {phase} (not watched)" for phase in Phase if phase not in config.watched]
+
+
+def _modules(
+    config: GuardConfig, forward: ForwardProbe, calls: list[ModuleCall] | None, stats: list[SlotStats]
+) -> list[str]:
     found = sorted(forward.unchecked)
     if forward.skipped:
         found.append(f"{plural(len(forward.skipped), 'module')} of skip_types: {_shown(forward.skipped)}")
     out = forward.unwatched()
-    if out or budget.level_index:
-        what = plural(len(out), "module") if out else "the activation gradients of modules that hold no others"
-        found.append(
-            f"{what} left out to keep within the budget (watched: {budget.level}); replay --trace finds the operator"
-        )
+    if out:
+        what = plural(len(out), "module")
+        found.append(f"{what} left out by layers={config.layers!r} ({_shown(out)}); replay --trace finds the operator")
     if calls is not None:
         unseen = forward.unseen_modules({call.layer for call in calls} | compiled_layers_that_ran(stats))
         if unseen:
             found.append(
                 f"{plural(len(unseen), 'module')} whose hooks did not fire (not run, or compiled): {_shown(unseen)}"
             )
-    found += [f"phase {phase} (not watched)" for phase in Phase if phase not in config.watched]
     return found
 
 

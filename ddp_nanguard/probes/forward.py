@@ -7,21 +7,29 @@ after it reduces the outputs. Inputs and outputs get a tensor hook, which looks 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
 from ddp_nanguard.hooks.autograd import in_backward
-from ddp_nanguard.hooks.weak import WeakHook
 from ddp_nanguard.tensors.containers import tensors_in
 
 from .backward import BackwardProbe
 from .calls import ModuleCall, TensorRecord, break_cycles
-from .compiled import CompiledSlots, MinMaxAccumulators, accumulate, is_compiled_alone
+from .compiled import CompiledSlots
+from .layers import WatchedLayers
+from .module_hooks import (
+    AfterHook,
+    BeforeHook,
+    CompiledCallAfterHook,
+    CompiledCallBeforeHook,
+    RootHook,
+    TracedAfterHook,
+    TracedBeforeHook,
+)
 from .recomputation import Recomputation
 from .slots import SlotBuffer, SlotRole
 
@@ -37,9 +45,11 @@ class ForwardProbe:
         slots: where the hooks leave their results.
         backward: watches the gradients of what is recorded here.
         skip_types: class names of modules that get no hooks.
+        watched: modules that carry hooks. Where there are none the root carries one that only tells that it begins.
 
     Attributes:
-        modules: those that are watched at the finest level.
+        modules: those that may carry hooks.
+        watched: see above; narrowed by `watch_as_compiled`.
         on_root: called when the root's forward begins in grad mode.
         on_idle: called when a module runs without grad mode and outside of any watched call: hooks are not needed.
         calls: the calls of the open window, in execution order.
@@ -55,6 +65,7 @@ class ForwardProbe:
         slots: SlotBuffer,
         backward: BackwardProbe,
         skip_types: tuple[str, ...],
+        watched: WatchedLayers,
     ) -> None:
         self.slots = slots
         self.backward = backward
@@ -68,10 +79,10 @@ class ForwardProbe:
         self.without_forward = {name for name, _ in modules} - self.have_forward
         self.skipped = [name for name, module in modules if type(module).__name__ in skip_types]
 
-        # - Hooks that come and go. Which modules carry them is narrowed by `watch_only`, on all ranks in the same step
-        self._layers: Container[str] = {name for name, _ in self.modules}
-        self._gradient_layers: Container[str] = self._layers
-        self._handles: dict[str, tuple[RemovableHandle, RemovableHandle]] = {}
+        # - Hooks that come and go
+        self.watched = watched
+        self._root = next(module for name, module in modules if name == "")
+        self._handles: dict[str, tuple[RemovableHandle, ...]] = {}
 
         # - Hooks of modules that `torch.compile` has to do with; they stay on, see `hook_compiled`
         self.compiled_slots: CompiledSlots | None = None
@@ -100,12 +111,14 @@ class ForwardProbe:
         for name, module in self.modules:
             if isinstance(module, torch.jit.ScriptModule):
                 self.unchecked.add(name)
-            elif name in self._layers and name not in self._in_compiled_code and name not in self._handles:
-                before, after = _BeforeHook(self, name), _AfterHook(self, name)
+            elif name in self.watched.layers and name not in self._in_compiled_code and name not in self._handles:
+                before, after = BeforeHook(self, name), AfterHook(self, name)
                 self._handles[name] = (
                     module.register_forward_pre_hook(before, with_kwargs=True),
                     module.register_forward_hook(after, always_call=True),
                 )
+        if not ({""} & (self._handles.keys() | self._in_compiled_code)):
+            self._handles[""] = (self._root.register_forward_pre_hook(RootHook(self)),)
 
     def remove_hooks(self) -> None:
         """Take the hooks off, except those of modules in compiled code."""
@@ -120,10 +133,9 @@ class ForwardProbe:
         self,
         compiled_modules: frozenset[str],
         compiled_calls: frozenset[str],
-        watched: Container[str],
         device: torch.device,
     ) -> None:
-        """Put lasting hooks on the modules that `torch.compile` has to do with.
+        """Put lasting hooks on the watched modules that `torch.compile` has to do with; none where none is watched.
 
         They stay on until `close`, since Dynamo guards the identity of hooks and would compile anew without them; what
         is traced without grad mode does nothing. Called again where more modules have been compiled meanwhile.
@@ -132,15 +144,15 @@ class ForwardProbe:
             compiled_modules: clean names of modules that run inside compiled code; see `probes.compiled`.
             compiled_calls: names of modules whose own call is compiled (``module.compile()``). Their hooks run outside
                 of the graph, as Python.
-            watched: which of the modules inside carry hooks.
             device: of the model.
         """
         for handle in self._lasting_handles:
             handle.remove()
         self._lasting_handles, self._in_compiled_code = [], set(compiled_modules | compiled_calls)
-        layers = [name for name, _ in self.modules if name in compiled_modules and name in watched]
+        inside = self.watched.in_compiled_code & compiled_modules
+        layers = [name for name, _ in self.modules if name in inside]
         self.compiled_slots = CompiledSlots(layers, device, not self.backward.is_closed) if layers else None
-        self._compiled_watched = compiled_calls | set(layers)
+        self._compiled_watched = (compiled_calls if self.watched.layers else frozenset()) | set(layers)
         for name, module in self.modules:
             if name in self._in_compiled_code:
                 self._unhook_module(name)
@@ -149,12 +161,12 @@ class ForwardProbe:
                 self._lasting_handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
                 self._lasting_handles.append(module.register_forward_hook(after))  # always_call would break the graph
 
-    def _lasting_hooks(self, name: str, is_compiled_call: bool) -> tuple[_BeforeHook, _AfterHook]:
+    def _lasting_hooks(self, name: str, is_compiled_call: bool) -> tuple[BeforeHook, AfterHook]:
         if is_compiled_call:
-            return _CompiledCallBeforeHook(self, name), _CompiledCallAfterHook(self, name)
+            return CompiledCallBeforeHook(self, name), CompiledCallAfterHook(self, name)
         assert self.compiled_slots is not None
         before, after = self.compiled_slots.before(name), self.compiled_slots.after(name)
-        return _TracedBeforeHook(self, name, before), _TracedAfterHook(self, name, after)
+        return TracedBeforeHook(self, name, before), TracedAfterHook(self, name, after)
 
     def close(self) -> None:
         """Take every hook off, those in compiled code included; the model is as it was."""
@@ -174,35 +186,30 @@ class ForwardProbe:
         for tensor in _tensors(output):
             self._record_output(call, tensor, SlotRole.OUTPUT)
 
-    def watch_only(self, layers: Container[str], gradient_layers: Container[str]) -> None:
-        """Watch fewer modules from now on. Hooks of modules in compiled code stay.
+    def watch_as_compiled(self, traced: Iterable[str], watched: Iterable[str]) -> None:
+        """Watch the modules that a compiled run watched, although nothing is compiled here; for a replay.
 
         Args:
-            layers: names of the modules that keep their hooks.
-            gradient_layers: those of them whose tensors still get hooks for backward.
+            traced: its modules inside compiled code, see `compiled_layers`.
+            watched: those of them that carried hooks.
         """
-        self._layers, self._gradient_layers = layers, gradient_layers
-        for name in [name for name in self._handles if name not in layers]:
-            self._unhook_module(name)
+        self.watched = self.watched.as_compiled(traced, watched)
 
     def unwatched(self) -> list[str]:
-        """Names of modules that carry no hooks because `watch_only` or `hook_compiled` left them out."""
-        out = [name for name, _ in self.modules if name not in self._layers and name not in self._in_compiled_code]
-        return [name for name in out if name in self.have_forward] + self.unwatched_in_compiled_code()
+        """Names of modules that carry no hooks since they are not among the watched ones."""
+        left_out = [
+            name
+            for name, _ in self.modules
+            if name not in (self._compiled_watched if name in self._in_compiled_code else self.watched.layers)
+        ]
+        return [name for name in left_out if name in self.have_forward]
 
     def compiled_layers(self) -> dict[str, list[str]]:
         """Names of modules that compiled code has to do with (``traced``), and those that carry hooks (``watched``).
 
-        A dump holds this, so that a replay without compilation watches the same modules, see `Budget.start_at`.
+        A dump holds this, so that a replay without compilation watches the same modules, see `watch_as_compiled`.
         """
         return {"traced": sorted(self._in_compiled_code), "watched": sorted(self._compiled_watched)}
-
-    def unwatched_in_compiled_code(self) -> list[str]:
-        """Those of `unwatched` that run inside compiled code."""
-        out = [
-            name for name, _ in self.modules if name in self._in_compiled_code and name not in self._compiled_watched
-        ]
-        return [name for name in out if name in self.have_forward]
 
     def begin_micro_batch(self, index: int) -> None:
         """Begin micro-batch ``index``: calls count from 1 again, and tensors of earlier ones have no record."""
@@ -234,6 +241,21 @@ class ForwardProbe:
         return [name for name, _ in self.modules if name not in ran and name in self.have_forward]
 
     # -- what the hooks do ---------------------------------------------------------------------------------------------
+
+    def root_begins(self) -> None:
+        """Tell that the root's forward begins; all that is done at a module where none is watched."""
+        if torch.is_grad_enabled():
+            if not in_backward():
+                self.on_root()
+        else:
+            self.on_idle()
+
+    def before_root(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Do what the root's hook would have done, which was put on too late for this call."""
+        if "" in self.watched.layers:
+            self.before("", args, kwargs)
+        else:
+            self.root_begins()
 
     def before(self, layer: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
         """Record a call and its inputs. Called by the hook before a module.
@@ -298,7 +320,7 @@ class ForwardProbe:
         if record is None or not record.is_still(tensor):
             record = self._record(call, tensor, "input", SlotRole.EVIDENCE)
         if not record.is_watched:
-            self._watch_gradient(record, tensor, call)
+            self._watch_gradient(record, tensor)
         record.consumers.append(call)
         call.inputs.append(record)
 
@@ -310,7 +332,7 @@ class ForwardProbe:
             # a child returned it before; the verdict needs the root's outputs in slots of their own role
             self.slots.reduce(role, tensor, record)
         if not record.is_watched:
-            self._watch_gradient(record, tensor, call)
+            self._watch_gradient(record, tensor)
         call.outputs.append(record)
 
     def _record_changed_inputs(self, call: ModuleCall) -> None:
@@ -327,13 +349,13 @@ class ForwardProbe:
             self.unchecked.add(f"{slot} of {call.layer or '(root)'}: {tensor.dtype} {type(tensor).__name__}")
         return record
 
-    def _watch_gradient(self, record: TensorRecord, tensor: Tensor, call: ModuleCall) -> None:
-        """Put a tensor hook on it, if it has a graph and its module's gradients are watched.
+    def _watch_gradient(self, record: TensorRecord, tensor: Tensor) -> None:
+        """Put a tensor hook on it, if it has a graph and modules are watched at all.
 
         To be tried until it is watched: reentrant checkpointing returns the tensors that its block returned, and they
         get their graph only then.
         """
-        if tensor.grad_fn is not None and call.layer in self._gradient_layers:
+        if tensor.grad_fn is not None and self.watched.layers:
             record.is_watched = True
             self.backward.watch(tensor, record)
 
@@ -348,99 +370,3 @@ def _can_be_bad(tensor: Tensor) -> bool:
 
 def _nothing() -> None:
     return None
-
-
-class _ModuleHook(WeakHook):
-    __slots__ = ("layer",)
-
-    def __init__(self, probe: ForwardProbe, layer: str) -> None:
-        super().__init__(probe)
-        self.layer = layer
-
-
-class _BeforeHook(_ModuleHook):
-    __slots__ = ()
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        if torch.compiler.is_compiling():
-            return
-        probe = self.target()
-        if probe is None:
-            return
-        meter = probe.slots.meter
-        if meter is None:
-            probe.before(self.layer, args, kwargs)
-        else:
-            meter.run(probe.before, self.layer, args, kwargs)
-
-
-class _AfterHook(_ModuleHook):
-    __slots__ = ()
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        probe = self.target()
-        if probe is None:
-            return
-        meter = probe.slots.meter
-        if meter is None:
-            probe.after(self.layer, output)
-        else:
-            meter.run(probe.after, self.layer, output)
-
-
-class _CompiledCallBeforeHook(_BeforeHook):
-    """The hook before a module whose own call is compiled: runs as Python, since Dynamo would compile it by itself."""
-
-    __slots__ = ()
-    __call__ = _disable_dynamo(_BeforeHook.__call__)
-
-
-class _CompiledCallAfterHook(_AfterHook):
-    """See `_CompiledCallBeforeHook`."""
-
-    __slots__ = ()
-    __call__ = _disable_dynamo(_AfterHook.__call__)
-
-
-class _TracedBeforeHook(_CompiledCallBeforeHook):
-    """The hook before a module inside compiled code: traced, it accumulates the inputs, see `probes.compiled`.
-
-    Where the graph is broken around the module, it runs outside of the graph, like `_CompiledCallBeforeHook`.
-    """
-
-    __slots__ = ("accumulators",)
-    run_outside = _CompiledCallBeforeHook.__call__
-
-    def __init__(self, probe: ForwardProbe, layer: str, accumulators: MinMaxAccumulators) -> None:
-        super().__init__(probe, layer)
-        self.accumulators = accumulators
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        if not torch.compiler.is_compiling():
-            self.run_outside(module, args, kwargs)
-        elif is_compiled_alone():
-            torch._dynamo.skip_frame()
-        elif torch.is_grad_enabled():
-            accumulate(self.accumulators, args)
-            accumulate(self.accumulators, kwargs)
-
-
-class _TracedAfterHook(_CompiledCallAfterHook):
-    """See `_TracedBeforeHook`."""
-
-    __slots__ = ("accumulators",)
-    run_outside = _CompiledCallAfterHook.__call__
-
-    def __init__(self, probe: ForwardProbe, layer: str, accumulators: MinMaxAccumulators) -> None:
-        super().__init__(probe, layer)
-        self.accumulators = accumulators
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self.run_outside(module, args, output)
-        elif is_compiled_alone():
-            torch._dynamo.skip_frame()
-        elif torch.is_grad_enabled():
-            accumulate(self.accumulators, output)

@@ -112,12 +112,8 @@ class GradientProbe:
         slots.order = order = slots.order + 1
         if _current_graph_task() == backward.graph_task and (self._pending_bytes is None or self._has_room(gradient)):
             self._pending.append((order, name, gradient))
-            if slots.meter is not None:
-                slots.meter.count_hook()
-        elif slots.meter is None:
-            self._probe_now(order, name, gradient)
         else:
-            slots.meter.run(self._probe_now, order, name, gradient)
+            self._probe_now(order, name, gradient)
 
     def flush_pending(self) -> None:
         """Look at the gradients that `probe_local` has left pending, see [Note: waiting gradients]."""

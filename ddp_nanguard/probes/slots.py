@@ -11,7 +11,7 @@ import enum
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from ddp_nanguard.tensors.minmax import dense_parts, in_memory_order, is_plain
 
 _FIRST_CAPACITY = 64  # slots of a new page; it doubles when full, so this bounds nothing
 _aminmax = torch.aminmax
-_T = TypeVar("_T")
 
 
 class SlotRole(enum.IntEnum):
@@ -183,18 +182,6 @@ def _slot_views(values: Tensor) -> list[tuple[Tensor, Tensor]]:
     return [(row[0], row[1]) for row in values.unbind()]
 
 
-class ProbeMeter(Protocol):
-    """What a probe calls in a step whose probes are timed; `probes.budget.Meter` implements it."""
-
-    def run(self, probe: Callable[..., _T], *args: Any) -> _T:
-        """Call ``probe(*args)``, add its time and return its result."""
-        ...
-
-    def count_hook(self) -> None:
-        """Add the time of one hook that does next to nothing itself."""
-        ...
-
-
 @dataclass(frozen=True)
 class PastStep:
     """Slots of a step with a clean verdict, still on the device.
@@ -221,7 +208,6 @@ class SlotBuffer:
         history: number of clean steps whose slots are kept, at least 1.
 
     Attributes:
-        meter: times the probes in a step that is measured, see `probes.budget`; else None.
         order: execution order of the last tensor that a probe has met in the window; 0 before the first.
         num_kept: number of steps that went into the ring since the beginning.
         expand_compiled: turns slots that compiled code filled into slots of calls, see `probes.compiled_calls`.
@@ -235,9 +221,8 @@ class SlotBuffer:
         self._pages: dict[object, SlotPage] = {}
         self.order = 0
 
-        # - Set from outside: most jobs compile nothing and are past their measured steps
+        # - Set from outside: most jobs compile nothing
         self.expand_compiled: Callable[[list[SlotStats]], list[SlotStats]] = _as_they_are
-        self.meter: ProbeMeter | None = None
 
         # - The ring of clean steps: a step takes the position of the one that is `history` steps older
         self.history = history

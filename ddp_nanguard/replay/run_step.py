@@ -32,7 +32,7 @@ from ddp_nanguard.step.monitor import StepMonitor
 from .rebuild import Rebuilt, fill_shards, recorded_gradients
 
 # What is inspected and how long ranks wait; other options decide what is done about a fault.
-_KEPT_OPTIONS = ("watch", "skip_types", "ignore", "state_every", "timeout_s", "scale_floor")
+_KEPT_OPTIONS = ("watch", "skip_types", "ignore", "state_every", "timeout_s", "scale_floor", "layers")
 
 
 @dataclass
@@ -143,7 +143,7 @@ def _context(rebuilt: Rebuilt) -> GuardContext:
     options: dict[str, Any] = {name: getattr(dump.manifest.options, name) for name in _KEPT_OPTIONS}
     if dump.report.cause.startswith("scale collapse"):
         options["max_consecutive_overflows"] = 1  # one window is all there is: its overflow is the fault
-    options.update(dump_dir=None, budget=None, keep_previous=False, first_step=dump.report.step)
+    options.update(dump_dir=None, keep_previous=False, first_step=dump.report.step)
     try:
         # Environment variables of this process are not those of the recorded run.
         with environment_ignored():
@@ -157,8 +157,8 @@ def _context(rebuilt: Rebuilt) -> GuardContext:
         ) from error
     evidence = dump.evidence(rebuilt.rank)
     compiled = evidence.compiled_layers
-    # At the recorded level, so that the same slots exist and bits can be compared.
-    context.budget.start_at(evidence.budget_level, {"traced": list(compiled.traced), "watched": list(compiled.watched)})
+    # compiled code carried hooks of its own choice: the same slots must exist, so that bits can be compared
+    context.forward.watch_as_compiled(compiled.traced, compiled.watched)
     context.known_nonfinite = frozenset(evidence.known_nonfinite)
     return context
 

@@ -213,7 +213,7 @@ def _context_like(context: GuardContext, step: int, everything: bool) -> GuardCo
     """The parts of a guard that looks at everything, on the model as it is now."""
     config = replace(
         context.config,
-        budget=None if everything else context.config.budget,
+        layers="every" if everything else "none",
         first_step=step,
         dump_dir=None,
         keep_previous=False,

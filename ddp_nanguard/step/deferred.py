@@ -69,8 +69,7 @@ class DeferredVerdict:
         if pending is None:
             return
         try:
-            severity, _, cost_ppm = pending.verdict.read()  # it has long arrived: no wait
-            self._context.budget.all_ranks_took(cost_ppm)
+            severity, _ = pending.verdict.read()  # it has long arrived: no wait
             if severity is Severity.CLEAN:
                 handler.on_clean()
             else:

@@ -60,9 +60,6 @@ class ModelForward:
 
     def before_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The model, wrapper included, is about to run."""
-        self._context.timed(self._enter, args, kwargs)
-
-    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         context = self._context
         self.follow_compilation()
         if not torch.is_grad_enabled():
@@ -80,7 +77,7 @@ class ModelForward:
             context.probe_initial_state()
         context.probe_buffers_before_broadcast()
         if root_hook_missed:  # hooks put on a module from one of its own hooks begin with its next call
-            context.forward.before("", args, kwargs)
+            context.forward.before_root(args, kwargs)
         calls = context.window.calls
         if context.config.look_again and not calls.is_in_step:
             calls.begin(context.wrapper.model, args, kwargs, len(context.window.micro_batches) - 1, is_step=False)
@@ -92,12 +89,12 @@ class ModelForward:
         context.probe_initial_buffers()
 
     def after_model(self, output: Any) -> Any:
-        """The model has run. The output of a root that runs inside compiled code is looked at here."""
+        """The model has run. The output of a root whose own hooks do not look at it is looked at here."""
         context = self._context
         if not torch.is_grad_enabled():
             return output
-        if context.root_is_traced and context.watches_activations:
-            context.timed(context.forward.probe_root_output, output)
+        if context.sees_output_outside:
+            context.forward.probe_root_output(output)
         calls = context.window.calls
         return calls.end(output) if context.config.look_again and not calls.is_in_step else output
 

@@ -25,7 +25,7 @@ class StepJudge:
         self._context = context
         self._handler = handler
         self._severity = SeverityReducer(context.slots, context.device, has_scaler, norm_limit)
-        self._hook_check = HookCheck(context.forward, context.slots) if context.watches_activations else None
+        self._hook_check = HookCheck(context.forward, context.slots) if context.forward.watched.layers else None
 
     def ask_all_ranks(self, step: int, ran_backward: bool) -> Verdict:
         """The verdict, still on the device.
@@ -38,9 +38,7 @@ class StepJudge:
         a compiled model.
         """
         context = self._context
-        severity = context.timed(self._own_severity, step)
-        cost_ppm = context.budget.parts_per_million() if ran_backward else 0
-        verdict = context.ranks.all_reduce_verdict(severity, ran_backward, cost_ppm)
+        verdict = context.ranks.all_reduce_verdict(self._own_severity(step), ran_backward)
         # after the all-reduce: what it may read takes time, for which no other rank is to wait
         if ran_backward and self._hook_check is not None:
             self._hook_check.after_backward(step, context.root_is_traced)

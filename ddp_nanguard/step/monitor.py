@@ -87,7 +87,7 @@ class StepMonitor:
             batch = hook(batch, self.step, len(self._context.window.micro_batches))
         # a loop may step twice with one item: its second window begins with the same batch
         self._batch = batch
-        self._context.timed(self._open_micro_batch, batch)
+        self._open_micro_batch(batch)
         if self._last is not None:
             self._forward.stand_in()
         return batch
@@ -135,9 +135,6 @@ class StepMonitor:
 
     def watch_loss(self, name: str, value: Tensor) -> None:
         """A loss of the micro-batch. Host sync: none."""
-        self._context.timed(self._probe_loss, name, value)
-
-    def _probe_loss(self, name: str, value: Tensor) -> None:
         context = self._context
         if not self.has_open_window():
             self._open_micro_batch(self._batch if self.has_loader() else None)
@@ -181,13 +178,10 @@ class StepMonitor:
 
     def _on_local_backward_end(self) -> None:
         """Everything of this rank is computed, the wrapper's communication not yet done."""
-        self._context.timed(self._context.gradient.flush_pending)
+        self._context.gradient.flush_pending()
 
     def _on_backward_end(self) -> None:
         """The wrapper's communication is done too."""
-        self._context.timed(self._after_backward)
-
-    def _after_backward(self) -> None:
         context = self._context
         if context.wrapper.will_reduce():
             # which micro-batches were communicated decides what a replay on one rank can compare
@@ -233,12 +227,12 @@ class StepMonitor:
     def _read(self, verdict: Verdict, is_step: bool) -> bool:
         if self._deferred is not None:
             self._deferred.resolved_now()
-        severity, any_backward, cost_ppm = verdict.read()
+        severity, any_backward = verdict.read()
         if severity is Severity.CLEAN and not (is_step or any_backward):
             return True  # a check between two steps: the window stays open on every rank
         self._last = last = LastVerdict()
         try:
-            decision = self._context.timed(self._judge.decide, severity, self.step)
+            decision = self._judge.decide(severity, self.step)
         except NonFiniteError as error:
             # a loop that catches it and steps all the same is stopped again, with the same text
             last.error, last.goes_on = error.without_traceback(), False
@@ -247,8 +241,7 @@ class StepMonitor:
         finally:
             self._close_window()  # also after a stop: the process and its groups stay usable
         last.goes_on = decision is not Decision.SKIP
-        self._context.budget.all_ranks_took(cost_ppm)
-        self._next_step()
+        self.step += 1
         return last.goes_on
 
     def record(self) -> StepRecord:
@@ -262,7 +255,7 @@ class StepMonitor:
         self._deferred.defer(self.step, verdict)
         self._last, self.has_unjudged_update = LastVerdict(), True  # close() has to read this verdict
         self._close_window()
-        self._next_step()
+        self.step += 1
         return True
 
     def _resolve_previous(self) -> None:
@@ -298,7 +291,7 @@ class StepMonitor:
             self._deferred.restore_found_inf(optimizer, goes_on)
         if goes_on and Phase.OPTIMIZER in self._context.config.watched:
             with torch.no_grad():
-                self._context.timed(self._context.state.probe_update, optimizer)
+                self._context.state.probe_update(optimizer)
             self.has_unjudged_update = True
         if self.stage is StepStage.JUDGED:  # not in COLLECTING: an optimizer that steps late shares the last verdict
             self.stage = StepStage.UPDATED
@@ -315,10 +308,6 @@ class StepMonitor:
         context.gradient.release_window()
         context.backward.ran = False
         self.stage = StepStage.JUDGED
-
-    def _next_step(self) -> None:
-        self.step += 1
-        self._context.budget.next_step()
 
     # -- on and off ----------------------------------------------------------------------------------------------------
 

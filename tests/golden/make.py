@@ -45,7 +45,8 @@ def train(rank: int, world_size: int, dump_dir: str) -> str | None:
     random.seed(rank), np.random.seed(rank), torch.manual_seed(rank)
     model = DistributedDataParallel(Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.5)  # weights stay small whole numbers
-    guard = NanGuard(model, optimizer, dump_dir=dump_dir, replay="tests.golden.recipe:recipe", budget=None, history=2)
+    options = {"layers": "every", "history": 2}
+    guard = NanGuard(model, optimizer, dump_dir=dump_dir, replay="tests.golden.recipe:recipe", **options)
     try:
         for batch in guard.steps([batch_of(rank, index) for index in range(BAD_STEP + 1)]):
             loss = step(guard, batch)

@@ -158,19 +158,21 @@ def counted() -> dict[str, Any]:
 
 
 def trained(
-    rank: int, setup: str, guarded: bool, late: bool = False, budget: float | None = None
+    rank: int, setup: str, guarded: bool, late: bool = False, layers: str = "every", eager: bool = True
 ) -> tuple[list[Tensor], list[dict[str, Any]], list[Any]]:
     """Weights, counts after the sixth and the last step, and what each fault was put down to.
 
-    Without a guard the steps that it stops are left out.
+    Without a guard the steps that it stops are left out, and nothing is compiled that is exact without, if ``eager``.
     """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
     net = Net()
-    model = DistributedDataParallel(net) if late else (SETUPS if guarded else {**SETUPS, **EAGER})[setup](net)
+    model = (
+        DistributedDataParallel(net) if late else ({**SETUPS, **EAGER} if eager and not guarded else SETUPS)[setup](net)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    guard = NanGuard(model, optimizer, dump_dir=None, budget=budget) if guarded else None
+    guard = NanGuard(model, optimizer, dump_dir=None, layers=layers) if guarded else None
     if late:  # the guard is there before anything is compiled
         by_block(net)
     counts: list[dict[str, Any]] = []
@@ -224,22 +226,35 @@ def test_every_layer_is_named_and_nothing_is_compiled_again(setup: str, late: bo
         assert same, "guarded and unguarded weights differ"
 
 
-def _within_budget(rank: int, world_size: int) -> Any:
-    return trained(rank, "compiled, then DDP", guarded=True, budget=0.02)
+def _with_blocks(rank: int, world_size: int) -> Any:
+    return trained(rank, "compiled, then DDP", guarded=True, layers="blocks")
 
 
-def test_under_a_budget_the_block_is_named_and_what_is_left_out_is_said() -> None:
+def test_with_blocks_the_block_is_named_and_what_is_left_out_is_said() -> None:
     """Of each of the two blocks five modules hold no others; the head is in no block."""
-    for _, counts, found in run_ranks(_within_budget, timeout_s=60):
+    for _, counts, found in run_ranks(_with_blocks, timeout_s=60):
         assert [entry[:5] for entry in found] == [
             (step, 1, 1, EXPECTED[place][0], "blocks.1") for step, place in PLANTED.items()
         ]
         for *_, unchecked, _ in found:
-            assert unchecked == (
-                "10 modules left out to keep within the budget (watched: every module, in compiled code blocks); "
-                "replay --trace finds the operator",
-            )
+            (phrase,) = unchecked
+            assert phrase.startswith("10 modules left out by layers='blocks' (blocks.0.inner, "), phrase
+            assert phrase.endswith("; replay --trace finds the operator")
         assert counts[0] == counts[1], "something was compiled after the sixth step"
+
+
+def _without_layers(rank: int, world_size: int, setup: str) -> Any:
+    plain, plain_counts, _ = trained(rank, setup, guarded=False, eager=False)
+    weights, counts, found = trained(rank, setup, guarded=True, layers="none")
+    same = all(torch.equal(mine, other) for mine, other in zip(plain, weights, strict=True))
+    return same, plain_counts, counts, [entry[:4] for entry in found]
+
+
+@pytest.mark.parametrize("setup", ["compiled, then DDP", "compiled in place"])
+def test_without_layers_graphs_and_bits_are_those_of_the_model(setup: str) -> None:
+    for same, plain_counts, counts, found in run_ranks(_without_layers, setup=setup, timeout_s=100):
+        assert same and counts == plain_counts
+        assert [entry[:2] for entry in found] == [(step, 1) for step in PLANTED]
 
 
 def step_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -251,13 +266,13 @@ def recipe() -> Any:
 
 
 def _dumped(rank: int, world_size: int, dump_dir: str) -> Any:
-    """Dumps of a step that goes bad in one layer, with everything watched and within the budget."""
+    """Dumps of a step that goes bad in one layer."""
     found = []
-    for budget in (None, 0.02):
+    for layers in ("every", "blocks", "none"):
         torch.manual_seed(0)
         model = in_place(Net())
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-        guard = NanGuard(model, optimizer, dump_dir=dump_dir, budget=budget, replay=f"{__name__}:recipe")
+        guard = NanGuard(model, optimizer, dump_dir=dump_dir, layers=layers, replay=f"{__name__}:recipe")
         loop = Loop(model, optimizer, step_of, guard=guard, call=model)
         error = loop.until_fault([batch_of(1, step, 1, plants=True) for step in (2, 3)])
         assert error is not None and error.report.origin is not None
@@ -267,9 +282,9 @@ def _dumped(rank: int, world_size: int, dump_dir: str) -> Any:
 
 
 def test_a_compiled_step_replays_the_same_as_finely_as_it_was_watched(tmp_path: Path) -> None:
-    ((fine, coarse),) = run_ranks(_dumped, 1, dump_dir=str(tmp_path), timeout_s=60)
-    assert (fine[1], coarse[1]) == ("blocks.1.gate", "blocks.1")
-    for replayed in replay_alone([fine[0], coarse[0]]):
+    ((fine, coarse, none),) = run_ranks(_dumped, 1, dump_dir=str(tmp_path), timeout_s=60)
+    assert (fine[1], coarse[1], none[1]) == ("blocks.1.gate", "blocks.1", None)
+    for replayed in replay_alone([fine[0], coarse[0], none[0]]):
         assert replayed.code == 0, replayed.output
 
 
@@ -279,7 +294,7 @@ def _compiled_before(rank: int, world_size: int) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     optimizer.zero_grad()
     with listening() as logged:
-        guard = NanGuard(model, optimizer, dump_dir=None, budget=None)
+        guard = NanGuard(model, optimizer, dump_dir=None, layers="every")
         loop = Loop(model, optimizer, step_of, guard=guard, call=model)
         error = loop.until_fault([batch_of(rank, step, 1, plants=True) for step in range(4)])
     assert error is not None and error.report.origin is not None
@@ -302,7 +317,7 @@ def test_a_compiled_step_function_is_said_to_be_unseen_and_leaves_its_buffers(ca
     torch._dynamo.reset()
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    guard = NanGuard(net, optimizer, dump_dir=None)
+    guard = NanGuard(net, optimizer, dump_dir=None, layers="every")
     step = torch.compile(lambda batch: net(batch).pow(2).mean(), backend="eager")
     batches = [torch.full((4, 4), float("nan") if index == 3 else 1.0) + torch.eye(4) for index in range(5)]
     with caplog.at_level(logging.WARNING, "ddp_nanguard"):

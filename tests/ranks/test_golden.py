@@ -95,7 +95,7 @@ def test_the_manifest(dump: Dump) -> None:
     assert manifest.created == "2026-01-01T00:00:00+0000"
     assert manifest.run == Run("golden-localhost-29500-0", ("train.py",), "/job/tests")
     assert (manifest.wrapper_description.kind, manifest.wrapper_description.compiled) == ("ddp", False)
-    assert (manifest.options.history, manifest.options.budget) == (2, None)
+    assert (manifest.options.history, manifest.options.layers) == (2, "every")
     assert manifest.recipe == "tests.golden.recipe:recipe"
     assert manifest.aliases == {} and manifest.shapes == {
         "model.scale": TensorShape((4,), "float32"),

@@ -33,7 +33,7 @@ def _kept(rank: int, world_size: int, verdict: str) -> Any:
 
     model = Masked()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
-    guard = NanGuard(model, optimizer, dump_dir=None, budget=None, history=HISTORY, verdict=verdict)
+    guard = NanGuard(model, optimizer, dump_dir=None, layers="every", history=HISTORY, verdict=verdict)
     found, alive = [], []
     gc.collect()
     gc.disable()

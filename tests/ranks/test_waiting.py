@@ -96,7 +96,7 @@ def _trained(rank: int, world_size: int, kind: str, waits: bool, is_checkpointed
     if not waits:
         type(wrapper_of(model)).pending_gradient_bytes = lambda wrapper: 0  # type: ignore[method-assign]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    guard = NanGuard(model, optimizer, dump_dir=None, budget=None)
+    guard = NanGuard(model, optimizer, dump_dir=None, layers="every")
     orders: list[list[str]] = []
     waited = 0
     rescan = guard._context.gradient.flush_pending
@@ -157,7 +157,7 @@ def _limited(rank: int, world_size: int, limit: int) -> Any:
     PlainWrapper.pending_gradient_bytes = lambda wrapper: limit  # type: ignore[method-assign]
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)), nn.Linear(8, 64, bias=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    guard = NanGuard(model, optimizer, dump_dir=None, budget=None)
+    guard = NanGuard(model, optimizer, dump_dir=None, layers="every")
     see, held = GradientProbe.probe_local, []
 
     def watched(probe: GradientProbe, name: str, gradient: Tensor) -> None:
@@ -190,7 +190,7 @@ class _Raising(torch.autograd.Function):
 
 def _raised(rank: int, world_size: int) -> Any:
     model = Net()
-    guard = NanGuard(model, torch.optim.SGD(model.parameters(), lr=0.1), dump_dir=None, budget=None)
+    guard = NanGuard(model, torch.optim.SGD(model.parameters(), lr=0.1), dump_dir=None, layers="every")
     model.first.register_forward_hook(lambda module, args, output: _Raising.apply(output))
     saw = []
     for value in (1.0, MARK):

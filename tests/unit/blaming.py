@@ -97,7 +97,7 @@ def report_of(
 ) -> FaultReport | None:
     """Trains with ``plant(True)`` in item ``fault_at`` only; the report of the fault, if any."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    guard = NanGuard(model, optimizer, dump_dir=None, **options)
+    guard = NanGuard(model, optimizer, dump_dir=None, **{"layers": "every", **options})
     loop = Loop(model, optimizer, step, guard=guard, accumulation=accumulation, before_update=before_update)
     loop.before_batch = lambda index, _: plant(index == fault_at)
     error = loop.until_fault(items)

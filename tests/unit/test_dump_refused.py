@@ -89,7 +89,6 @@ OF_MANIFEST: list[tuple[str, Any, str]] = [
     ("files.0.path", "a\nb", r"files[0].path is 'a\nb', valid is a printable path"),
 ]
 OF_OTHERS: list[tuple[str, str, Any, str]] = [
-    (EVIDENCE, "budget_level", 1.5, f"budget_level is 1.5, valid is {A_NUMBER}"),
     (EVIDENCE, "known_nonfinite", [["a", "b"]], "known_nonfinite[0] is ['a', 'b'], valid is a list of 3"),
     (EVIDENCE, "hyper_parameters", {"g0.lr": "fast"}, "hyper_parameters['g0.lr'] is 'fast', valid is a number"),
     (EVIDENCE, "scaler", 1, "scaler is 1, valid is an object or null"),

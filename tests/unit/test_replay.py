@@ -175,7 +175,9 @@ def fault(
         torch.optim.AdamW(model.a.parameters(), lr=0.01, amsgrad=True),  # type: ignore[operator, union-attr]
         torch.optim.SGD([{"params": rest[:2], "lr": 0.1}, {"params": rest[2:], "lr": 0.2}], lr=0.1, momentum=0.9),
     ]
-    guard = NanGuard(model, optimizers, dump_dir=str(directory), replay=f"{__name__}:{name}", **options)
+    guard = NanGuard(
+        model, optimizers, dump_dir=str(directory), replay=f"{__name__}:{name}", **{"layers": "every", **options}
+    )
     guard.register(**(register or {}))
     items = [batch_of(torch.randn(4, WIDTH), index == FAULT_AT) for index in range(6)]
     with contextlib.closing(guard):
