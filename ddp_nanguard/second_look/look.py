@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from ddp_nanguard.blame.inspect import RankFindings
+from ddp_nanguard.blame import local_sites
+from ddp_nanguard.blame.inspect import RankFindings, blame_input
 from ddp_nanguard.blame.report import report_of
 from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.context import GuardContext
@@ -24,7 +25,7 @@ from ddp_nanguard.diagnosis.rules import TraceFacts
 from ddp_nanguard.report.types import FaultReport, SecondLook
 
 from .obstacles import of_the_report, of_this_rank
-from .outcome import Concluded, concluded, is_bad_here, merged
+from .outcome import Concluded, as_compiled, concluded, is_bad_here, merged
 from .place import Place, made_here, own_place, shared_place
 from .run import SecondRun, StepAgain
 from .signs_of_life import SignsOfLife
@@ -113,9 +114,10 @@ class _Look:
         why = ranks.first_problem(of_this_rank(self.context, fault.record))
         if why is not None:
             raise _NotDoneError(why)
+        compiled = self._run(eager=False, everything=False) if self.step.is_compiled else None
         second = self._run()
         seen = report_of(second.context, second.record, second.findings, "")
-        found = concluded(fault.context, fault.record, fault.report, fault.findings, second.findings)
+        found = self._concluded(second, compiled)
         if found.outcome == "finite":
             found, place = self._with_filled_memory(found)
         else:
@@ -124,9 +126,19 @@ class _Look:
         look = SecondLook(found.outcome, found.text, place.operator)
         return Looked(replace(report, second_look=look), second.findings, place.reason, self.must_stop)
 
+    def _concluded(self, second: SecondRun, compiled: SecondRun | None) -> Concluded:
+        fault = self.fault
+        if compiled is None:
+            return concluded(fault.context, fault.record, fault.report, fault.findings, second.findings)
+        # bits are those of the compiled step; an eager one rounds otherwise, and draws other dropout masks
+        compiled.findings.sites = local_sites(blame_input(compiled.context, compiled.record, compiled.findings))
+        found = concluded(fault.context, fault.record, fault.report, fault.findings, compiled.findings)
+        (is_bad,) = self.context.ranks.any_of(is_bad_here(second.findings))
+        return as_compiled(found, is_bad)
+
     # -- the runs ------------------------------------------------------------------------------------------------------
 
-    def _run(self, traced: bool = False) -> SecondRun:
+    def _run(self, traced: bool = False, eager: bool = True, everything: bool = True) -> SecondRun:
         """The step once more, on all ranks together.
 
         Raises:
@@ -145,7 +157,7 @@ class _Look:
             lambda: self.fault.on_silence(_not_done(self.fault.report, silence)),
         ) as life:
             try:
-                second = self.step.run(traced=traced)
+                second = self.step.run(traced=traced, eager=eager, everything=everything)
             except (Exception, SystemExit) as error:
                 problem = _line(error)
                 _log.debug("second look", exc_info=True)
@@ -173,7 +185,7 @@ class _Look:
             report=report,
             traced=traced.traced,
             outcome=outcome,
-            was_compiled=any(self.context.compiled),
+            was_compiled=self.step.is_compiled,
             **self.fault.known,
         )
         mine = own_place(facts, ranks.rank) if traced.traced is not None else Place()

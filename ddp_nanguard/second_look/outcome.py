@@ -97,6 +97,21 @@ def _same_text(context: GuardContext, report: FaultReport, changed_after: bool) 
     return f"{everywhere}: deterministic"
 
 
+def as_compiled(found: Concluded, is_bad: bool) -> Concluded:
+    """What a compiled step gave, and the eager one after it.
+
+    Args:
+        found: of the compiled step.
+        is_bad: whether the eager one was bad on any rank.
+    """
+    if found.outcome == "finite" or found.changed_after:
+        return found
+    eager = "the place is that of an eager run, which is not the compiled step"
+    if not is_bad:
+        eager = "finite when it runs eagerly: suspect the kernel that torch.compile made"
+    return replace(found, text=f"{found.text}, compiled; {eager}")
+
+
 def merged(first: FaultReport, second: FaultReport, found: Concluded) -> FaultReport:
     """The report of both looks: the first tells whether and when, the second where.
 

@@ -62,6 +62,11 @@ class StepAgain:
     keep_gradients: bool
     progress: Callable[[], int] = field(default=lambda: 0)
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether training runs compiled code."""
+        return any(self.context.compiled) or is_compiled(self.context.wrapper.model)
+
     def run(self, *, traced: bool = False, eager: bool = True, everything: bool = True) -> SecondRun:
         """Run the window once. Whatever the step raises is raised here, when all has been put back.
 
@@ -81,9 +86,8 @@ class StepAgain:
             stack.enter_context(_modes_kept(context))
             stack.enter_context(wrapper.aside(saved, self.keep_gradients))
             stack.enter_context(_as_in_training())
-            stack.enter_context(
-                torch.compiler.set_stance("force_eager") if eager and _compiled(context) else _nothing()
-            )
+            if eager and self.is_compiled:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
             second = _context_like(context, self.record.step, everything)
             return self._run(second, watcher)
 
@@ -91,7 +95,7 @@ class StepAgain:
         monitor = StepMonitor(second, _NoVerdict())
         self.progress = lambda: second.slots.order + (watcher.num_operators if watcher is not None else 0)
         monitor.attach()
-        job = TracedJob(second.wrapper, second.optimizers, self.context.scaler is not None, _compiled(self.context))
+        job = TracedJob(second.wrapper, second.optimizers, self.context.scaler is not None, self.is_compiled)
         indices = [micro_batch.index for micro_batch in self.record.window.micro_batches]
         try:
             followed = watcher.following(job, indices) if watcher is not None else _nothing()
@@ -266,10 +270,6 @@ def _modes_kept(context: GuardContext) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-
-
-def _compiled(context: GuardContext) -> bool:
-    return any(context.compiled) or is_compiled(context.wrapper.model)
 
 
 _nothing = contextlib.nullcontext
