@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from .messages import seen, what, where
-from .types import FaultReport, Phase, Site
+from .types import Evidence, FaultReport, Phase, Site
 from .wording import listed, plural
 
 WIDTH = 110
@@ -49,7 +49,7 @@ def fault_rows(report: FaultReport, lacks: str | None) -> list[tuple[str, str]]:
         lacks: what a replay of the dump lacks, see `replay_lacks`.
     """
     rows = [
-        ("evidence", f"{_evidence(report.origin)}{_affected(report)}"),
+        ("evidence", f"{_seen(report)}{_affected(report)}"),
         *_operator_rows(report),
         ("cause", report.cause if report.cause != "unknown" and report.origin is not None else ""),
         ("again", report.second_look.text if report.second_look is not None else ""),
@@ -78,6 +78,14 @@ def headline(report: FaultReport) -> tuple[str, str]:
     return ", ".join(where(report.origin)), what(report.origin)
 
 
+def _seen(report: FaultReport) -> str:
+    """The counts of the origin, or, where its tensor was gone, of what the first operator left in the second look."""
+    operator = report.second_look.operator if report.second_look is not None else None
+    if report.origin is None or report.origin.evidence is not None or operator is None or operator.output is None:
+        return _evidence(report.origin)
+    return f"output of {operator.name}: {_counts(operator.output)}"
+
+
 def _evidence(origin: Site | None) -> str:
     if origin is None:
         return "none"
@@ -86,6 +94,10 @@ def _evidence(origin: Site | None) -> str:
         return "a number in the optimizer's parameter groups"
     if evidence is None:
         return "in the minimum and maximum of a tensor that has been freed since, so nothing is counted"
+    return _counts(evidence)
+
+
+def _counts(evidence: Evidence) -> str:
     counts = f"{evidence.num_nan} NaN, {evidence.num_inf} Inf, {evidence.num_neg_inf} -Inf of {evidence.numel}"
     first = f", first at {list(evidence.first)}" if evidence.first is not None else ""
     largest = f"; largest finite {evidence.largest_finite:.3g}" if evidence.largest_finite is not None else ""

@@ -183,17 +183,12 @@ class Site:
             KeyError, TypeError, ValueError: the data is of another form.
         """
         fields = {k: v for k, v in data.items() if k not in {"phase", "inline_code", "evidence", "suspects"}}
-        inline_code, evidence = data.get("inline_code"), data.get("evidence")
-        # JSON has no tuples, and a frozen site must stay hashable
-        if evidence:
-            evidence = {**evidence, "shape": tuple(evidence["shape"])}
-            evidence["first"] = tuple(evidence["first"]) if evidence.get("first") is not None else None
-            evidence["largest_finite"] = _unsafe_float(evidence["largest_finite"])
+        inline_code = data.get("inline_code")
         return cls(
             **fields,
             phase=Phase(data["phase"]),
             inline_code=InlineCode(**inline_code) if inline_code else None,
-            evidence=Evidence(**evidence) if evidence else None,
+            evidence=_evidence_from(data.get("evidence")),
             suspects=tuple(data.get("suspects", ())),
         )
 
@@ -218,6 +213,7 @@ class FirstOperator:
         line: ``file:line in function`` of the user's code; None where a module of torch ran it by itself.
         code: the statement, joined into one line; "" without a line.
         in_backward: whether it ran in the backward, and the line is that of the forward.
+        output: what it left; None where it was not described.
     """
 
     rank: Rank
@@ -225,10 +221,21 @@ class FirstOperator:
     line: str | None = None
     code: str = ""
     in_backward: bool = False
+    output: Evidence | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The operator as JSON-ready data."""
-        return dataclasses.asdict(self)
+        data: dict[str, Any] = json_safe(dataclasses.asdict(self))
+        return data
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> FirstOperator:
+        """An operator from what `to_dict` returned, of this process or another one.
+
+        Raises:
+            KeyError, TypeError: the data is of another form.
+        """
+        return cls(**{**data, "output": _evidence_from(data["output"])})
 
 
 LOOK_OUTCOMES = ("same", "elsewhere", "finite", "not_done")
@@ -251,7 +258,8 @@ class SecondLook:
 
     def to_dict(self) -> dict[str, Any]:
         """The outcome as JSON-ready data, as a manifest holds it."""
-        return dataclasses.asdict(self)
+        operator = self.operator.to_dict() if self.operator is not None else None
+        return {"outcome": self.outcome, "text": self.text, "operator": operator}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> SecondLook:
@@ -261,7 +269,7 @@ class SecondLook:
             KeyError, TypeError: the data is of another form.
         """
         operator = data["operator"]
-        return cls(data["outcome"], data["text"], FirstOperator(**operator) if operator else None)
+        return cls(data["outcome"], data["text"], FirstOperator.from_dict(operator) if operator else None)
 
 
 @dataclass(frozen=True)
@@ -364,6 +372,15 @@ def json_safe(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [json_safe(item) for item in value]
     return value
+
+
+def _evidence_from(data: dict[str, Any] | None) -> Evidence | None:
+    if not data:
+        return None
+    # JSON has no tuples, and a frozen site must stay hashable
+    first = tuple(data["first"]) if data.get("first") is not None else None
+    largest = _unsafe_float(data["largest_finite"])
+    return Evidence(**{**data, "shape": tuple(data["shape"]), "first": first, "largest_finite": largest})
 
 
 def _unsafe_float(value: float | str | None) -> float | None:

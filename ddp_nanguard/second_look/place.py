@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ddp_nanguard.diagnosis.rules import TraceFacts, reason_for
-from ddp_nanguard.diagnosis.trace.events import Event, EventPhase
+from ddp_nanguard.diagnosis.trace.events import Event, EventPhase, Operand
 from ddp_nanguard.diagnosis.trace.operators import is_communication
 from ddp_nanguard.diagnosis.trace.traced_step import Traced
 from ddp_nanguard.distributed.group import RankGroup
-from ddp_nanguard.report.types import FaultReport, FirstOperator
+from ddp_nanguard.report.types import Evidence, FaultReport, FirstOperator
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +54,23 @@ def _operator(event: Event, rank: int) -> FirstOperator:
     lines = event.lines or event.forward_lines
     line = f"{lines[0].place()} in {lines[0].function}" if lines else None
     code = lines[0].text[:MAX_CODE] if lines else ""
-    return FirstOperator(rank, event.operator, line, code, event.phase is EventPhase.BACKWARD)
+    in_backward = event.phase is EventPhase.BACKWARD
+    return FirstOperator(rank, event.operator, line, code, in_backward, _evidence(event.output))
+
+
+def _evidence(operand: Operand | None) -> Evidence | None:
+    if operand is None:
+        return None
+    extremes = [abs(value) for value in (operand.minimum, operand.maximum) if value is not None]
+    return Evidence(
+        operand.shape,
+        operand.dtype,
+        operand.num_nan,
+        operand.num_inf,
+        operand.num_neg_inf,
+        operand.numel,
+        max(extremes, default=None),
+    )
 
 
 def made_here(traced: Traced | None) -> bool:
@@ -97,4 +113,4 @@ def _written(place: Place) -> str:
 def _read(text: str) -> Place:
     data: dict[str, Any] = json.loads(text)
     operator = data["operator"]
-    return Place(FirstOperator(**operator) if operator else None, data["reason"])
+    return Place(FirstOperator.from_dict(operator) if operator else None, data["reason"])
