@@ -31,8 +31,26 @@ def report_of(
 
     Collective: those of `exchange_sites`, on the fault group.
     """
+    fill_sites(context, record, findings)
+    return shared_report(context, record, findings, cause, let_through)
+
+
+def fill_sites(context: GuardContext, record: StepRecord, findings: RankFindings) -> None:
+    """Find this rank's own sites, earliest first. Collective: none. Host sync: many.
+
+    Args:
+        context: of the guard.
+        record: of the step.
+        findings: what this rank found; its sites are filled in.
+    """
     blame = blame_input(context, record, findings)
     findings.sites, findings.known_nonfinite = local_sites(blame), blame.known_nonfinite
+
+
+def shared_report(
+    context: GuardContext, record: StepRecord, findings: RankFindings, cause: str, let_through: int | None = None
+) -> FaultReport:
+    """As `report_of`, from sites that are filled in already."""
     shared = exchange_sites(context.ranks, _rank_fault(context, record, findings), record.step)
     # read after the exchange: that is where peers are found to be lost
     is_single = context.ranks.peers_lost

@@ -79,6 +79,17 @@ class BackwardPass:
     graph_task: int
 
 
+@dataclass(frozen=True)
+class WatchedLoss:
+    """A loss that the loop has handed to the guard, by its name."""
+
+    name: str
+
+
+StepEvent = ModelCall | BackwardPass | WatchedLoss
+"""What happened in a window, in this order."""
+
+
 class ModelCalls:
     """The calls and backward passes of one window, in the order in which they happened.
 
@@ -91,7 +102,7 @@ class ModelCalls:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._types = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
-        self.events: list[ModelCall | BackwardPass] = []
+        self.events: list[StepEvent] = []
         self._open: list[ModelCall] = []  # that have not returned, outermost first; what raised stays until `clear`
         self._bytes_left = MAX_GRADIENT_BYTES
 
@@ -182,6 +193,11 @@ class ModelCalls:
             return
         of_pass, detached = call.gradients.setdefault(task, {}), gradient.detach()
         of_pass[position] = detached if position not in of_pass else of_pass[position] + detached
+
+    def note_loss(self, name: str) -> None:
+        """Note that a loss was handed to the guard; one within the loop's step function comes again with that."""
+        if not self.is_in_step:
+            self.events.append(WatchedLoss(name))
 
     def clear(self) -> None:
         """Forget the window."""

@@ -21,7 +21,7 @@ from ddp_nanguard.dump.manifest import amend_report
 from ddp_nanguard.dump.write import write_dump
 from ddp_nanguard.errors import DumpError, NonFiniteError
 from ddp_nanguard.probes.severity import Severity
-from ddp_nanguard.report.messages import log_line
+from ddp_nanguard.report.messages import log_line, looked_line
 from ddp_nanguard.report.text import error_text, replay_lacks
 from ddp_nanguard.report.types import FaultReport, Phase
 from ddp_nanguard.report.wording import listed
@@ -103,8 +103,6 @@ class FaultPolicy:
             looked = self._looked(report, judgement, record, keep_gradients=True)
             if looked.must_stop:
                 return self._raise(_cannot_go_on(looked.report), record)
-            if looked.report.origin != report.origin:
-                _log.warning("%s", log_line(looked.report))
         return Decision.PROCEED
 
     def _is_new(self, report: FaultReport) -> bool:
@@ -241,7 +239,7 @@ class FaultPolicy:
         )
         report = told_why(context, record, looked, judgement.cause)
         if report.second_look is not None:
-            _log.warning("step %d again in place: %s", report.step, report.second_look.text)
+            _log.error("%s", looked_line(report))
         self._amend(report)
         return replace(looked, report=report)
 

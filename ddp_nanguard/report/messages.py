@@ -17,6 +17,19 @@ def log_line(report: FaultReport) -> str:
     return " · ".join([*where(origin), what(origin)])
 
 
+def looked_line(report: FaultReport) -> str:
+    """The log line after a second look: the origin that it names, operator and line, and what came of it.
+
+    Such as ``rank 37 · step 4812 · ... NaN out · aten.div.Tensor at model.py:12 in f · second look: same``.
+    """
+    look = report.second_look
+    assert look is not None
+    found = [log_line(report)]
+    if look.operator is not None:
+        found.append(f"{look.operator.name} at {look.operator.line}" if look.operator.line else look.operator.name)
+    return " · ".join([*found, f"second look: {look.text}"])
+
+
 def where(site: Site) -> list[str]:
     """Rank, step, micro-batch and phase of a site, one phrase each; the micro-batch only where it has one."""
     found = [f"rank {site.rank}" if site.rank is not None else "no single rank", f"step {site.step}"]

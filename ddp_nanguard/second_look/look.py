@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from ddp_nanguard.blame import local_sites
-from ddp_nanguard.blame.inspect import RankFindings, blame_input
-from ddp_nanguard.blame.report import report_of
+from ddp_nanguard.blame.inspect import RankFindings
+from ddp_nanguard.blame.report import shared_report
 from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.context import GuardContext
 from ddp_nanguard.diagnosis.rules import TraceFacts
@@ -116,7 +115,7 @@ class _Look:
             raise _NotDoneError(why)
         compiled = self._run(eager=False, everything=False) if self.step.is_compiled else None
         second = self._run()
-        seen = report_of(second.context, second.record, second.findings, "")
+        seen = shared_report(second.context, second.record, second.findings, "")
         found = self._concluded(second, compiled)
         if found.outcome == "finite":
             found, place = self._with_filled_memory(found)
@@ -131,7 +130,6 @@ class _Look:
         if compiled is None:
             return concluded(fault.context, fault.record, fault.report, fault.findings, second.findings)
         # bits are those of the compiled step; an eager one rounds otherwise, and draws other dropout masks
-        compiled.findings.sites = local_sites(blame_input(compiled.context, compiled.record, compiled.findings))
         found = concluded(fault.context, fault.record, fault.report, fault.findings, compiled.findings)
         (is_bad,) = self.context.ranks.any_of(is_bad_here(second.findings))
         return as_compiled(found, is_bad)
@@ -173,7 +171,9 @@ class _Look:
     def _place(self, second: SecondRun, report: FaultReport, found: Concluded) -> Place:
         """Operator, line and reason, from one more run with a trace on the ranks where something is bad."""
         try:
-            traced = self._run(traced=is_bad_here(second.findings))
+            # a compiled step that failed may be finite eagerly, which its trace shows
+            was_bad = self.step.is_compiled and is_bad_here(self.fault.findings)
+            traced = self._run(traced=was_bad or is_bad_here(second.findings))
         except _NotDoneError as error:
             _log.warning("second look: no trace: %s", error)
             return Place()

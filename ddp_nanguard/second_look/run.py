@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ddp_nanguard.blame.inspect import RankFindings, rescan
+from ddp_nanguard.blame.report import fill_sites
 from ddp_nanguard.blame.triage import Decision
 from ddp_nanguard.build import compose
 from ddp_nanguard.capture import rng
-from ddp_nanguard.capture.model_calls import BackwardPass, ModelCall
+from ddp_nanguard.capture.model_calls import BackwardPass, ModelCall, StepEvent, WatchedLoss
 from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.capture.window import MicroBatch
 from ddp_nanguard.context import GuardContext
@@ -105,6 +105,8 @@ class StepAgain:
                 second.flush_compiled()
             record = _record_of(second, self.record)
             findings = rescan(second, record)
+            # now, while the parameters are those that the calls took
+            fill_sites(second, record, findings)
             traced = watcher.result([]) if watcher is not None else None
             return SecondRun(second, record, findings, traced)
         finally:
@@ -125,13 +127,13 @@ class StepAgain:
         with second.wrapper.syncing(reduces):
             for event in events_of(window.calls.events, micro_batch.index):
                 if isinstance(event, ModelCall):
-                    graphs[id(event)] = self._call(event, micro_batch, monitor, watcher)
+                    graphs[id(event)] = self._call(event, monitor, watcher)
+                elif isinstance(event, WatchedLoss):  # of code outside of what is called: as it was in training
+                    monitor.watch_loss(event.name, micro_batch.losses[event.name])
                 else:
                     _backward(event, window.calls.calls, graphs)
 
-    def _call(
-        self, call: ModelCall, micro_batch: MicroBatch, monitor: StepMonitor, watcher: Watcher | None
-    ) -> list[Tensor]:
+    def _call(self, call: ModelCall, monitor: StepMonitor, watcher: Watcher | None) -> list[Tensor]:
         """Make the call again; its outputs that have a graph."""
         torch.set_rng_state(call.torch_state)
         if call.device_state is not None:
@@ -139,7 +141,9 @@ class StepAgain:
         args, kwargs = copy_containers((call.args, call.kwargs), _as_argument)
         with _autocast(call):
             output = call.function(*args, **kwargs)
-        self._watch_losses(call, micro_batch, output, monitor)
+        if call.is_step:
+            for name, value in named_losses({"loss": output}):
+                monitor.watch_loss(name, value)
         if watcher is not None:
             name = "loss" if call.is_step else "the model's output"
             watcher.end({f"{name}{index or ''}": tensor for index, tensor in enumerate(tensors_in(output))})
@@ -148,20 +152,10 @@ class StepAgain:
             raise RuntimeError(f"the model gave {len(found)} outputs with a graph, and {call.num_outputs} in training")
         return found
 
-    def _watch_losses(self, call: ModelCall, micro_batch: MicroBatch, output: Any, monitor: StepMonitor) -> None:
-        """The losses of a step function; those of other code are taken as they were in training."""
-        if call.is_step:
-            for name, value in named_losses({"loss": output}):
-                monitor.watch_loss(name, value)
-            return
-        if call is last_call(self.record.window.calls.calls, micro_batch.index):
-            for name, value in micro_batch.losses.items():
-                monitor.watch_loss(name, value)
 
-
-def events_of(events: list[ModelCall | BackwardPass], micro_batch: int) -> list[ModelCall | BackwardPass]:
-    """The calls of a micro-batch, and the backward passes after each until the next micro-batch begins."""
-    found: list[ModelCall | BackwardPass] = []
+def events_of(events: list[StepEvent], micro_batch: int) -> list[StepEvent]:
+    """The calls of a micro-batch, with the losses and backward passes after each until the next micro-batch begins."""
+    found: list[StepEvent] = []
     current = None
     for event in events:
         if isinstance(event, ModelCall):
@@ -171,11 +165,6 @@ def events_of(events: list[ModelCall | BackwardPass], micro_batch: int) -> list[
         if current == micro_batch:
             found.append(event)
     return found
-
-
-def last_call(calls: list[ModelCall], micro_batch: int) -> ModelCall | None:
-    """The last call of a micro-batch that returned."""
-    return next((c for c in reversed(calls) if c.micro_batch == micro_batch and c.has_returned), None)
 
 
 def _backward(event: BackwardPass, calls: list[ModelCall], graphs: dict[int, list[Tensor]]) -> None:

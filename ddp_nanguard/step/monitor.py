@@ -142,6 +142,8 @@ class StepMonitor:
         for hook in self.counter.loss_hooks:
             hook(value, micro_batch.index)
         micro_batch.losses[name] = value.detach()  # the graph must not live until the verdict
+        if context.config.look_again:
+            context.window.calls.note_loss(name)
         if Phase.LOSS in context.config.watched:
             context.slots.reduce(SlotRole.LOSS, value, LossSource(name, micro_batch.index))
 

@@ -87,7 +87,11 @@ def test_the_report(dump: Dump) -> None:
     assert report.sites == SITES
     assert (report.num_ranks_affected, report.ranks_affected, report.holders) == (2, (0, 1), ())
     assert (report.cause, report.nonfinite_state, report.unchecked, report.notes) == ("unknown", (), (), ())
-    assert (report.rerun, report.single_rank_view, report.dump_path) == (None, False, "/job/nan_dumps/step-00000002")
+    assert (report.second_look, report.single_rank_view, report.dump_path) == (
+        None,
+        False,
+        "/job/nan_dumps/step-00000002",
+    )
 
 
 def test_the_manifest(dump: Dump) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ddp_nanguard.diagnosis.rules import REASON_KINDS, RULES, TraceFacts, reason_for
-from ddp_nanguard.report.types import FaultReport, Phase, SecondRun, Site
+from ddp_nanguard.report.types import FaultReport, Phase, SecondLook, Site
 
 
 def site(phase: str, **more: Any) -> Site:
@@ -95,14 +95,14 @@ def test_the_list_of_kinds_is_closed() -> None:
         (None, "finite", "once more in place, on the same device: nondeterminism, dirty memory or the device's"),
     ],
 )
-def test_a_rerun_in_place_is_evidence(outcome: str | None, in_place: str, sentence: str) -> None:
-    second = SecondRun(in_place, {in_place: (1, (0,))}, "what came of it")
-    found = reason_for(TraceFacts(report(site("forward"), rerun=second), outcome=outcome))
+def test_a_second_look_is_evidence(outcome: str | None, in_place: str, sentence: str) -> None:
+    second = SecondLook(in_place, "what came of it")
+    found = reason_for(TraceFacts(report(site("forward"), second_look=second), outcome=outcome))
     assert found.kind == "not reproduced"
     assert found.sentence.startswith(f"the same step was finite {sentence}")
-    assert found.evidence == ("rerun in place, before the dump: what came of it",)
+    assert found.evidence == ("second look: what came of it",)
 
 
-def test_a_rerun_that_went_bad_again_says_nothing_by_itself() -> None:
-    second = SecondRun("same", {"same": (2, (0, 1))}, "same on all 2 ranks: deterministic")
-    assert reason_for(TraceFacts(report(site("forward"), rerun=second))).kind == "unknown"
+def test_a_second_look_that_went_bad_again_says_nothing_by_itself() -> None:
+    second = SecondLook("same", "same on all 2 ranks: deterministic")
+    assert reason_for(TraceFacts(report(site("forward"), second_look=second))).kind == "unknown"

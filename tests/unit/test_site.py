@@ -13,7 +13,18 @@ from hypothesis import strategies as st
 
 from ddp_nanguard.blame import exchange
 from ddp_nanguard.errors import NonFiniteError
-from ddp_nanguard.report.types import KINDS, Evidence, FaultReport, InlineCode, Phase, SecondRun, Site, json_safe
+from ddp_nanguard.report.types import (
+    KINDS,
+    LOOK_OUTCOMES,
+    Evidence,
+    FaultReport,
+    FirstOperator,
+    InlineCode,
+    Phase,
+    SecondLook,
+    Site,
+    json_safe,
+)
 
 names = st.none() | st.text(max_size=20)
 counts = st.integers(min_value=0, max_value=10**12)
@@ -41,6 +52,9 @@ sites = st.builds(
     inline_code=st.none() | betweens,
     evidence=st.none() | evidences,
 )
+operators = st.none() | st.builds(
+    FirstOperator, counts, st.text(max_size=9), names, st.text(max_size=9), st.booleans(), st.none() | evidences
+)
 reports = st.builds(
     FaultReport,
     step=counts,
@@ -56,15 +70,7 @@ reports = st.builds(
     unchecked=st.lists(st.text(max_size=9), max_size=3).map(tuple),
     notes=st.lists(st.text(max_size=9), max_size=3).map(tuple),
     dump_path=names,
-    rerun=st.none()
-    | st.builds(
-        SecondRun,
-        st.sampled_from(["same", "not_run"]),
-        st.dictionaries(
-            st.sampled_from(["same", "finite"]), st.tuples(counts, st.lists(counts, max_size=3).map(tuple))
-        ),
-        st.text(max_size=20),
-    ),
+    second_look=st.none() | st.builds(SecondLook, st.sampled_from(LOOK_OUTCOMES), st.text(max_size=20), operators),
 )
 
 SITE = Site(37, 4812, 3, Phase.FORWARD, "layers.17.mlp.act", 1, "output", "nan")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ddp_nanguard.dump.typed_json import MisfitError, as_json, read_as
-from ddp_nanguard.report.types import Evidence, FaultReport, Phase, Rule, SecondRun, Shape, Site
+from ddp_nanguard.report.types import Evidence, FaultReport, FirstOperator, Phase, Rule, SecondLook, Shape, Site
 
 Even = Annotated[int, Rule(lambda value: value % 2 == 0, "an even number")]
 
@@ -97,9 +97,11 @@ def test_half_of_a_surrogate_pair_is_written_as_what_can_be_printed() -> None:
 
 def test_a_report_is_read_by_its_own_form() -> None:
     site = Site(0, 1, 2, Phase.LOSS, None, None, "loss", "inf", evidence=Evidence((2, 3), "float32", 0, 1, 0, 6, None))
-    second = SecondRun("finite", {"finite": (1, (0,))}, "text")
-    report = FaultReport(1, 4, "ddp", site, (site,), (3,), 2, (0, 3), rerun=second)
+    second = SecondLook(
+        "finite", "text", FirstOperator(0, "aten.div.Tensor", output=Evidence((), "float32", 1, 0, 0, 1, None))
+    )
+    report = FaultReport(1, 4, "ddp", site, (site,), (3,), 2, (0, 3), second_look=second)
     assert read_as(FaultReport, report.to_dict()) == report
-    with pytest.raises(MisfitError, match=r"^rerun.ranks\['finite'\].count is -1, valid is a whole number from 0 to "):
-        read_as(FaultReport, {**report.to_dict(), "rerun": {**second.to_dict(), "ranks": {"finite": {"count": -1}}}})
+    with pytest.raises(MisfitError, match=r"^second_look.outcome is 'fine', valid is 'same' or "):
+        read_as(FaultReport, {**report.to_dict(), "second_look": {**second.to_dict(), "outcome": "fine"}})
     assert read_as(Shape, [0, 2**62]) == (0, 2**62)
