@@ -13,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import is_
 
 import torch
 from torch import Tensor, nn
@@ -95,7 +96,7 @@ class GradientProbe:
 
         # - What was looked at in this window by name of the parameter, and at which version: a gradient that was
         # clipped, or assigned by hand, is read again before the update
-        self._seen: dict[str, tuple[weakref.ref[Tensor], int]] = {}
+        self._seen = _Seen()
 
     def probe_local(self, name: str, gradient: Tensor) -> None:
         """Look at a gradient of this rank before any communication, now or at the end of the backward pass.
@@ -154,11 +155,11 @@ class GradientProbe:
         names, gradients = self._gradients()
         screen = self._screens.get(names, lambda: self._screen([self._reduced_sources[name] for name in names]))
         screen.look(self.slots, self._locals(gradients))
-        self._mark_seen(names, gradients)
+        self._seen.mark(names, gradients)
 
     def mark_checked(self) -> None:
         """Take the local gradients for checked: where nothing was communicated the optimizer uses these."""
-        self._mark_seen(*self._gradients())
+        self._seen.mark(*self._gradients())
 
     def _gradients(self) -> tuple[tuple[str, ...], list[Tensor]]:
         """Names and gradients of the parameters that have one, not local yet."""
@@ -186,38 +187,61 @@ class GradientProbe:
     def probe_unhooked(self) -> None:
         """Look at gradients that were assigned by hand, or changed in place (clipped) since a hook saw them."""
         names, gradients = self._gradients()
-        seen = self._seen
-        changed = [
-            index
-            for index, (name, gradient) in enumerate(zip(names, gradients, strict=True))
-            if name not in seen or not _is_still(gradient, *seen[name])
-        ]
+        changed = self._seen.changed(names, gradients)
         if changed:
-            names, gradients = tuple(names[i] for i in changed), [gradients[i] for i in changed]
-            sources = [GradientSource(name, None, reduced=False) for name in names]
-            self._screens.get(("unhooked", names), lambda: self._screen(sources)).look(
-                self.slots, self._locals(gradients)
+            found = tuple(names[index] for index in changed)
+            screen = self._screens.get(
+                ("unhooked", found), lambda: self._screen([GradientSource(name, None, reduced=False) for name in found])
             )
-            self._mark_seen(names, gradients)
+            screen.look(self.slots, self._locals([gradients[index] for index in changed]))
+            self._seen.mark(names, gradients)
 
     def unchanged(self, name: str) -> Tensor | None:
         """This rank's part of a parameter's gradient, if it is there as it was looked at last; else None."""
-        gradient = next((parameter.grad for own, parameter in self._parameters if own == name), None)
-        seen = self._seen.get(name)
-        return self._local(gradient) if gradient is not None and seen and _is_still(gradient, *seen) else None
+        names, gradients = self._gradients()
+        if name not in names:
+            return None
+        index = names.index(name)
+        return None if index in self._seen.changed(names, gradients) else self._local(gradients[index])
 
     def release_window(self) -> None:
         """Forget which gradients were checked or are pending: the window is over."""
-        self._seen, self._pending = {}, []
-
-    def _mark_seen(self, names: Sequence[str], gradients: list[Tensor]) -> None:
-        versions = map(version_of, gradients)
-        self._seen.update(zip(names, zip(map(weakref.ref, gradients), versions, strict=True), strict=True))
+        self._seen, self._pending = _Seen(), []
 
     def _role(self, name: str) -> SlotRole:
         return SlotRole.LEFT_OUT if name in self._left_out else SlotRole.GRADIENT
 
 
-def _is_still(gradient: Tensor, reference: weakref.ref[Tensor], version: int) -> bool:
-    """Whether this very gradient was looked at and has not been changed in place since."""
-    return reference() is gradient and version_of(gradient) == version
+class _Seen:
+    """Which gradients were looked at in the window, and at which version."""
+
+    def __init__(self) -> None:
+        # weak, for the loop may drop its gradients before the verdict
+        self._names: tuple[str, ...] = ()
+        self._references: list[weakref.ref[Tensor]] = []
+        self._versions: list[int] = []
+
+    def mark(self, names: tuple[str, ...], gradients: list[Tensor]) -> None:
+        """Note that all gradients that are there have been looked at."""
+        self._names, self._references, self._versions = names, list(map(weakref.ref, gradients)), _versions(gradients)
+
+    def changed(self, names: tuple[str, ...], gradients: list[Tensor]) -> list[int]:
+        """Indices of those that are others than those looked at, or were changed in place since."""
+        versions = _versions(gradients)
+        is_same = names == self._names and versions == self._versions
+        if is_same and all(map(is_, [reference() for reference in self._references], gradients)):
+            return []
+        known = dict(zip(self._names, zip(self._references, self._versions, strict=True), strict=True))
+        now = enumerate(zip(names, gradients, versions, strict=True))
+        return [i for i, (name, g, version) in now if name not in known or not _is(g, version, *known[name])]
+
+
+def _is(gradient: Tensor, version: int, reference: weakref.ref[Tensor], seen_version: int) -> bool:
+    return reference() is gradient and version == seen_version
+
+
+def _versions(gradients: list[Tensor]) -> list[int]:
+    try:
+        return [gradient._version for gradient in gradients]
+    except RuntimeError:  # one of them is an inference tensor, see `version_of`
+        return list(map(version_of, gradients))

@@ -4,8 +4,8 @@
 A minimum and maximum of every gradient and weight is one kernel per tensor, and of small tensors mostly overhead. Where
 a step only asks *whether*, a norm does: it is NaN where an element is, infinite where one is infinite, and many
 tensors share one call. It has no sign, and a 2-norm overflows float32 from elements of 1.8e19 on, so what it reports
-is confirmed element by element on the fault path (`blame.confirm`). How a tensor is reduced depends on the tensor
-alone, never on what it is looked at with, or a replay would compare other bits.
+is confirmed element by element on the fault path (`blame.confirm`). Replays compare bits, so a tensor must give the
+same ones alone and beside others: a norm over the rows of a matrix is that of each row, to the last bit.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ from ddp_nanguard.tensors.minmax import is_plain
 
 from .slots import SlotBuffer, SlotRole
 
-ROW_SIZE = 1024
-"""On a CPU tensors of up to so many elements are copied side by side and reduced as rows of one matrix."""
+ROW_SIZE, MIN_ROWS = 4096, 8
+"""On a CPU, so many tensors of one shape, of up to so many elements, are copied side by side and reduced as rows."""
 LARGE = 2**20
 """On CUDA tensors from this size on fill the device alone, and ``aminmax`` reads them faster."""
-_flattened: Callable[[Any], Tensor] = torch._C._nn.flatten_dense_tensors
 _foreach_norm = torch._foreach_norm
 _vector_norm = torch.linalg.vector_norm
 
-_Key = tuple[torch.device, torch.dtype, int]
-"""What the tensors of one call have in common: device, dtype, and the number of elements of a row; 0: no rows."""
+_Key = tuple[torch.device, torch.dtype, torch.Size | None]
+"""What the tensors of one call have in common: device, dtype, and the shape where they are rows."""
 
 
 def _key(tensor: Tensor, exact: bool) -> _Key | None:
@@ -45,13 +44,13 @@ def _key(tensor: Tensor, exact: bool) -> _Key | None:
         return None
     device, dtype, size = tensor.device, tensor.dtype, tensor.numel()
     if device.type == "cuda":
-        return (device, dtype, 0) if size < LARGE else None
+        return (device, dtype, None) if size < LARGE else None
     if device.type != "cpu" or exact:
         return None
     if size <= ROW_SIZE:
-        return device, dtype, size
-    # the 2-norm of halves is computed without vector instructions
-    return None if dtype is torch.float16 else (device, dtype, 0)
+        return device, dtype, tensor.shape
+    # the 2-norm of float16 is computed without vector instructions
+    return None if dtype is torch.float16 else (device, dtype, None)
 
 
 class _Group:
@@ -59,10 +58,11 @@ class _Group:
 
     def __init__(self, key: _Key, indices: list[int], roles: list[SlotRole], sources: list[Any]) -> None:
         self.indices = indices
-        self._device, dtype, self._size = key
+        self._device, dtype, shape = key
+        self._are_rows = shape is not None
         self._roles, self._sources = [roles[i] for i in indices], [sources[i] for i in indices]
-        # the norm of halves in their own dtype is infinite from 65504 on
-        self._dtype = torch.float32 if dtype is torch.float16 and self._size else dtype
+        # in its own dtype the norm of float16 is infinite from 65504 on
+        self._dtype = torch.float32 if dtype is torch.float16 and self._are_rows else dtype
         self._order = 2.0 if self._device.type == "cpu" else math.inf
         self._pick = itemgetter(*indices) if len(indices) > 1 else None
         self._is_all = len(indices) == len(sources)
@@ -73,8 +73,8 @@ class _Group:
             tensors, orders = self._picked(tensors), self._picked(orders)
         page = slots.screen_page(self._device, self._dtype)
         out = page.reserve(len(self.indices))
-        if self._size:
-            _vector_norm(_flattened(tensors).view(-1, self._size), 2.0, 1, dtype=self._dtype, out=out)
+        if self._are_rows:
+            _vector_norm(torch.stack(tensors).reshape(len(tensors), -1), 2.0, 1, dtype=self._dtype, out=out)
         else:
             torch.stack(_foreach_norm(tensors, self._order), out=out)
         page.take(orders, self._roles, self._sources)
@@ -96,8 +96,8 @@ class Screen:
         self._keeps_all = len(self._kept) == len(sources)
         self._sources = [sources[index] for index in self._kept]
         self._roles = [roles[index] for index in self._kept]
-        # - How they are reduced, and for which kinds of tensors that was decided
-        self._kinds: list[Any] = []
+        # - How they are reduced, and for which types of tensors that was decided
+        self._types: list[type] = []
         self._groups: list[_Group] = []
         self._each: list[int] = []
 
@@ -116,10 +116,10 @@ class Screen:
             orders = range(slots.order + 1, slots.order + 1 + len(tensors))
             slots.order += len(tensors)
         with torch.no_grad():
-            kinds = [list(map(type, tensors)), [t.dtype for t in tensors], [t.numel() for t in tensors]]
-            if kinds != self._kinds:
+            types = list(map(type, tensors))
+            if types != self._types:
                 self._plan(tensors, slots.exact)
-                self._kinds = kinds
+                self._types = types
             for group in self._groups:
                 self._look_at(group, slots, tensors, orders)
             for index in self._each:
@@ -129,15 +129,20 @@ class Screen:
         found: dict[_Key | None, list[int]] = {}
         for index, tensor in enumerate(tensors):
             found.setdefault(_key(tensor, exact), []).append(index)
+        for key in [key for key, of in found.items() if key is not None and key[2] is not None and len(of) < MIN_ROWS]:
+            if key[1] is not torch.float16:
+                found.setdefault((key[0], key[1], None), []).extend(found.pop(key))
         self._each = found.pop(None, [])
-        self._groups = [_Group(key, of, self._roles, self._sources) for key, of in found.items() if key is not None]
+        self._groups = [
+            _Group(key, sorted(of), self._roles, self._sources) for key, of in found.items() if key is not None
+        ]
 
     def _look_at(self, group: _Group, slots: SlotBuffer, tensors: Sequence[Tensor], orders: Sequence[int]) -> None:
         try:
             group.look(slots, tensors, orders)
         except (RuntimeError, NotImplementedError, TypeError):
-            # moved, or sparse for once: type, dtype and size do not tell, and looking closer costs more than this
-            self._kinds = []
+            # sparse for once, of another shape, on another device: to look closer each time would cost more than this
+            self._types = []
             for index in group.indices:
                 slots.reduce(self._roles[index], tensors[index], self._sources[index], orders[index])
 

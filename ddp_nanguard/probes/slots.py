@@ -94,7 +94,7 @@ class SlotPage:
         layout: a number that changes whenever a slot gets another role than it had in the step before.
     """
 
-    __slots__ = ("_orders", "_outs", "_ring", "_roles", "layout", "sources", "values")
+    __slots__ = ("_orders", "_outs", "_ranges", "_ring", "_roles", "layout", "sources", "values")
 
     def __init__(self, device: torch.device, dtype: torch.dtype, width: int = 2) -> None:
         # - Slots in use; the number of sources is the number of slots. New lists after each step, since the ring keeps
@@ -106,6 +106,7 @@ class SlotPage:
         # - Made once, not per step: views into `values` for ``out=``, and the roles, which are mostly those of the step
         # before. `layout` lets `SeverityReducer` see that they are not, without comparing them
         self._outs = _slot_views(self.values)
+        self._ranges: dict[tuple[int, int], Tensor] = {}
         self._roles: list[SlotRole] = []
         self.layout = 0
 
@@ -140,7 +141,10 @@ class SlotPage:
         first = len(self.sources)
         while first + count > len(self.values):
             self._grow()
-        return self.values.view(-1)[first : first + count]
+        found = self._ranges.get((first, count))
+        if found is None:
+            found = self._ranges[first, count] = self.values.view(-1)[first : first + count]
+        return found
 
     def take(self, orders: Sequence[int], roles: list[SlotRole], sources: list[Any]) -> None:
         """Put the slots that `reserve` gave in use.
@@ -182,7 +186,7 @@ class SlotPage:
     def _grow(self) -> None:
         larger = self.values.new_zeros(2 * len(self.values), self.values.shape[1])
         larger[: len(self.values)].copy_(self.values)
-        self.values, self._outs = larger, _slot_views(larger)
+        self.values, self._outs, self._ranges = larger, _slot_views(larger), {}
 
     def slots(self) -> SlotTable:
         """The slots in use; ``values`` is not copied and is overwritten by the next step."""
