@@ -108,7 +108,8 @@ def compose(args: ValidatedArgs, ranks: RankGroup, recipe: str | None, device: t
     parameters = wrapper.named_parameters()
     modules = wrapper.named_modules()
     named_buffers = _buffer_reader(wrapper)
-    slots = SlotBuffer(config.history)
+    # a deferred verdict cannot be confirmed: by the time it is read, the gradients are the next step's
+    slots = SlotBuffer(config.history, exact=config.verdict == "deferred")
     slots.expand_compiled = expand_compiled
     backward = BackwardProbe(slots, probes_activations=Phase.BACKWARD in config.watched)
     # what modules carry hooks for is told in the phases forward and backward only

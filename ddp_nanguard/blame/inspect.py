@@ -24,6 +24,7 @@ from ddp_nanguard.tensors.containers import named_tensors_in, path_text
 from ddp_nanguard.tensors.minmax import evidence, kind_in, kind_of
 
 from . import BlameInput, NonFiniteState, NonFiniteTensor, RankedSite, known_nonfinite
+from .confirm import confirm
 
 
 @dataclass
@@ -35,7 +36,9 @@ class RankFindings:
         nonfinite_state: parameters, buffers and optimizer state that are bad now.
         hyper_parameters: those that are NaN, or infinite where that makes no sense.
         gradients_bad_now: whether the ``grad`` of any parameter is bad at this moment; False for a past step.
-        gradients_bad_seen: whether a probe saw a bad gradient of a parameter in the step.
+        gradients_bad_seen: whether a probe saw a bad gradient of a parameter in the step, and nothing says that it was
+            a norm that overflowed.
+        norms_overflowed: whether a screen was infinite over finite elements, or may have been, its tensor being gone.
         loss_bad: whether a watched loss is bad.
         sites: of this rank, earliest first; empty until `blame.report.report_of` fills them in.
         known_nonfinite: what was non-finite in clean steps too; filled in with the sites.
@@ -47,6 +50,7 @@ class RankFindings:
     gradients_bad_now: bool
     gradients_bad_seen: bool
     loss_bad: bool
+    norms_overflowed: bool = False
     sites: list[RankedSite] = field(default_factory=list)
     known_nonfinite: frozenset[KnownNonFinite] = frozenset()
 
@@ -66,15 +70,17 @@ def rescan(context: GuardContext, record: StepRecord) -> RankFindings:
     context.flush_compiled()
     # a backward that raised has left pending gradients behind, which no callback of the engine flushes any more
     context.gradient.flush_pending()
-    slot_stats = record.slots.slot_stats()
-    seen = [stats for stats in slot_stats if isinstance(stats.source, GradientSource) and not is_clean(stats)]
+    confirmed = confirm(context, record, record.slots.slot_stats())
+    slot_stats, undecided = confirmed.slot_stats, confirmed.undecided
+    bad = [stats for stats in slot_stats if isinstance(stats.source, GradientSource) and not is_clean(stats)]
     return RankFindings(
         slot_stats=slot_stats,
         nonfinite_state=_nonfinite_state(context, record.window, slot_stats),
         hyper_parameters=_bad_hyper_parameters(record),
         gradients_bad_now=any(kind_in(gradient) for _, gradient in _gradients(context, record)),
-        gradients_bad_seen=bool(seen),
+        gradients_bad_seen=any(stats.order not in undecided for stats in bad),
         loss_bad=any(isinstance(stats.source, LossSource) and not is_clean(stats) for stats in slot_stats),
+        norms_overflowed=confirmed.overflowed or bool(undecided),
     )
 
 

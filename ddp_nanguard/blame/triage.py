@@ -5,8 +5,8 @@ only writes the answers down.
 
 [Note: confirmed]
 The verdict is about what probes saw. By the time of the update a bad gradient may have been dealt with: a scaler that
-the guard was not told of has set ``found_inf``, or the loop has cleared or replaced the gradient. Then the step is no
-fault.
+the guard was not told of has set ``found_inf``, or the loop has cleared or replaced the gradient. Or a norm overflowed
+that was made of finite elements ([Note: screens]). Then the step is no fault.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ from .inspect import RankFindings, blame_input, rescan
 from .report import report_of
 
 HARMLESS = "every gradient is finite, the weights are in no danger (on_loss='warn' lets such steps pass)"
+OVERFLOWED = (
+    "gradients or weights are so large (beyond 1e19) that their norm overflows, although every element is finite: the "
+    "step goes on; clipping by norm would make all gradients zero (said once)"
+)
 OVERFLOWS_TOLD = 3
 """Overflows after the first clean step that are logged one by one; from then on every hundredth is."""
 
@@ -142,7 +146,7 @@ class Triage:
         Returns:
             With findings and report; with a decision instead where it is no fault, see [Note: confirmed].
 
-        Collective: one all-reduce of 40 bytes, and the fault round, on the fault group. Host sync: many.
+        Collective: one all-reduce of 48 bytes, and the fault round, on the fault group. Host sync: many.
         """
         findings = rescan(self._context, record)
         severity, cause, warnings = judgement.severity, judgement.cause, judgement.warnings
@@ -206,9 +210,17 @@ class Triage:
         # a scaler that was not passed to the guard has set found_inf, and the device is going to skip the update
         foreign_skip = any(getattr(optimizer, "found_inf", None) is not None for optimizer in context.optimizers)
         # all ranks must come to the same decision, though only one of them may have seen the gradient
-        other, seen, now, loss, foreign_skip = context.ranks.any_of(
-            other, findings.gradients_bad_seen, findings.gradients_bad_now, findings.loss_bad, foreign_skip
+        other, seen, now, loss, foreign_skip, overflowed = context.ranks.any_of(
+            other,
+            findings.gradients_bad_seen,
+            findings.gradients_bad_now,
+            findings.loss_bad,
+            foreign_skip,
+            findings.norms_overflowed,
         )
+        if overflowed and not (other or seen or now):
+            on_loss = Severity.LOSS if context.scaler is None else Severity.FAULT
+            return on_loss if loss else Severity.CLEAN, self._once(OVERFLOWED, OVERFLOWED)
         by_gradients_alone = severity is Severity.FAULT and seen and not other and context.scaler is None
         if not by_gradients_alone or (now and not foreign_skip):
             return severity, ()

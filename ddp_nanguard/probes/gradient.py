@@ -11,8 +11,9 @@ pass inside the pass may end with the wrapper's callback, so its gradients do no
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import is_
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from ddp_nanguard.tensors.minmax import is_plain
 
 from .backward import BackwardProbe
 from .calls import version_of
+from .screens import Screen, ScreenCache
 from .slots import SlotBuffer, SlotRole
 
 _current_graph_task = torch._C._current_graph_task_id
@@ -79,10 +81,12 @@ class GradientProbe:
         self._is_ignored = is_ignored
         self._left_out = left_out
         self._parameters = [(name, parameter) for name, parameter in parameters if not is_ignored(name)]
+        self._names = tuple(name for name, _ in self._parameters)
 
-        # - Sources are made once and used in every step: the hooks run for each parameter and micro-batch
+        # - Sources are made once and used in every step
         self._reduced_sources = {name: GradientSource(name, None, reduced=True) for name, _ in self._parameters}
-        self._local_sources: dict[int | None, dict[str, tuple[SlotRole, GradientSource]]] = {}
+        self._local_sources: dict[tuple[int | None, str], GradientSource] = {}
+        self._screens = ScreenCache()
 
         # - Pending gradients: (execution order, name, gradient), see [Note: waiting gradients]. They are held strongly,
         # which is what the limit in bytes is for
@@ -90,10 +94,9 @@ class GradientProbe:
         self._pending_bytes = pending_bytes
         self._bytes_left = pending_bytes or 0
 
-        # - What was looked at in this window, by `id`, and at which version: a gradient that was clipped, or assigned
-        # by hand, is read again before the update
-        self._checked: dict[int, weakref.ref[Tensor]] = {}
-        self._checked_versions: dict[int, int] = {}
+        # - What was looked at in this window by name of the parameter, and at which version: a gradient that was
+        # clipped, or assigned by hand, is read again before the update
+        self._seen = _Seen()
 
     def probe_local(self, name: str, gradient: Tensor) -> None:
         """Look at a gradient of this rank before any communication, now or at the end of the backward pass.
@@ -118,8 +121,9 @@ class GradientProbe:
     def flush_pending(self) -> None:
         """Look at the gradients that `probe_local` has left pending, see [Note: waiting gradients]."""
         pending, self._pending, self._bytes_left = self._pending, [], self._pending_bytes or 0
-        for order, name, gradient in pending:
-            self._probe_local(order, name, gradient)
+        if pending:
+            orders, names, gradients = zip(*pending, strict=True)
+            self._local_screen(names).look(self.slots, gradients, orders)
 
     def _has_room(self, gradient: Tensor) -> bool:
         if not self._bytes_left or gradient.layout is not torch.strided or gradient.nbytes > self._bytes_left:
@@ -128,31 +132,46 @@ class GradientProbe:
         return True
 
     def _probe_now(self, order: int, name: str, gradient: Tensor) -> None:
-        self._probe_local(order, name, gradient)
+        self._local_screen((name,)).look(self.slots, (gradient,), (order,))
         self.flush_pending()
 
-    def _probe_local(self, order: int, name: str, gradient: Tensor) -> None:
-        sources = self._local_sources.get(self.micro_batch)
-        if sources is None:
-            sources = self._local_sources[self.micro_batch] = {}
-        if name not in sources:
-            if self._is_ignored(name):
-                return
-            sources[name] = (self._role(name), GradientSource(name, self.micro_batch, reduced=False))
-        role, source = sources[name]
-        self.slots.reduce(role, gradient, source, order)
+    def _local_screen(self, names: tuple[str, ...]) -> Screen:
+        micro_batch = self.micro_batch
+        return self._screens.get((micro_batch, names), lambda: self._screen([self._local_source(n) for n in names]))
+
+    def _local_source(self, name: str) -> GradientSource | None:
+        if self._is_ignored(name):
+            return None
+        key = self.micro_batch, name
+        if key not in self._local_sources:
+            self._local_sources[key] = GradientSource(name, self.micro_batch, reduced=False)
+        return self._local_sources[key]
+
+    def _screen(self, sources: Sequence[GradientSource | None]) -> Screen:
+        return Screen(sources, [self._role(source.name) if source else SlotRole.GRADIENT for source in sources])
 
     def probe_reduced(self) -> None:
         """Look at the gradients that the optimizer will use, after they have been communicated."""
-        for name, parameter in self._parameters:
-            if parameter.grad is not None:
-                self._probe(self._reduced_sources[name], parameter.grad)
+        names, gradients = self._gradients()
+        screen = self._screens.get(names, lambda: self._screen([self._reduced_sources[name] for name in names]))
+        screen.look(self.slots, self._locals(gradients))
+        self._seen.mark(names, gradients)
 
     def mark_checked(self) -> None:
         """Take the local gradients for checked: where nothing was communicated the optimizer uses these."""
-        for _, parameter in self._parameters:
-            if parameter.grad is not None:
-                self._mark_checked(parameter.grad)
+        self._seen.mark(*self._gradients())
+
+    def _gradients(self) -> tuple[tuple[str, ...], list[Tensor]]:
+        """Names and gradients of the parameters that have one, not local yet."""
+        gradients = [parameter.grad for _, parameter in self._parameters]
+        present = [gradient for gradient in gradients if gradient is not None]
+        if len(present) == len(gradients):
+            return self._names, present
+        named = zip(self._names, gradients, strict=True)
+        return tuple(name for name, gradient in named if gradient is not None), present
+
+    def _locals(self, tensors: list[Tensor]) -> list[Tensor]:
+        return [tensor if type(tensor) is Tensor else self._local(tensor) for tensor in tensors]
 
     def probe_norm(self) -> None:
         """Reduce the L2 norm of this rank's gradients, or of its shards of them, as it is before clipping.
@@ -167,28 +186,62 @@ class GradientProbe:
 
     def probe_unhooked(self) -> None:
         """Look at gradients that were assigned by hand, or changed in place (clipped) since a hook saw them."""
-        for name, parameter in self._parameters:
-            gradient = parameter.grad
-            if gradient is not None and not self._is_checked(gradient):
-                self._probe(GradientSource(name, None, reduced=False), gradient)
+        names, gradients = self._gradients()
+        changed = self._seen.changed(names, gradients)
+        if changed:
+            found = tuple(names[index] for index in changed)
+            screen = self._screens.get(
+                ("unhooked", found), lambda: self._screen([GradientSource(name, None, reduced=False) for name in found])
+            )
+            screen.look(self.slots, self._locals([gradients[index] for index in changed]))
+            self._seen.mark(names, gradients)
+
+    def unchanged(self, name: str) -> Tensor | None:
+        """This rank's part of a parameter's gradient, if it is there as it was looked at last; else None."""
+        names, gradients = self._gradients()
+        if name not in names:
+            return None
+        index = names.index(name)
+        return None if index in self._seen.changed(names, gradients) else self._local(gradients[index])
 
     def release_window(self) -> None:
         """Forget which gradients were checked or are pending: the window is over."""
-        self._checked, self._checked_versions, self._pending = {}, {}, []
-
-    def _probe(self, source: GradientSource, gradient: Tensor) -> None:
-        self.slots.reduce(self._role(source.name), self._local(gradient), source)
-        self._mark_checked(gradient)
+        self._seen, self._pending = _Seen(), []
 
     def _role(self, name: str) -> SlotRole:
         return SlotRole.LEFT_OUT if name in self._left_out else SlotRole.GRADIENT
 
-    def _mark_checked(self, gradient: Tensor) -> None:
-        self._checked[id(gradient)] = weakref.ref(gradient)
-        self._checked_versions[id(gradient)] = version_of(gradient)
 
-    def _is_checked(self, gradient: Tensor) -> bool:
-        """Whether this very gradient was looked at and has not been changed in place since."""
-        reference = self._checked.get(id(gradient))
-        is_known = reference is not None and reference() is gradient
-        return is_known and self._checked_versions[id(gradient)] == version_of(gradient)
+class _Seen:
+    """Which gradients were looked at in the window, and at which version."""
+
+    def __init__(self) -> None:
+        # weak, for the loop may drop its gradients before the verdict
+        self._names: tuple[str, ...] = ()
+        self._references: list[weakref.ref[Tensor]] = []
+        self._versions: list[int] = []
+
+    def mark(self, names: tuple[str, ...], gradients: list[Tensor]) -> None:
+        """Note that all gradients that are there have been looked at."""
+        self._names, self._references, self._versions = names, list(map(weakref.ref, gradients)), _versions(gradients)
+
+    def changed(self, names: tuple[str, ...], gradients: list[Tensor]) -> list[int]:
+        """Indices of those that are others than those looked at, or were changed in place since."""
+        versions = _versions(gradients)
+        is_same = names == self._names and versions == self._versions
+        if is_same and all(map(is_, [reference() for reference in self._references], gradients)):
+            return []
+        known = dict(zip(self._names, zip(self._references, self._versions, strict=True), strict=True))
+        now = enumerate(zip(names, gradients, versions, strict=True))
+        return [i for i, (name, g, version) in now if name not in known or not _is(g, version, *known[name])]
+
+
+def _is(gradient: Tensor, version: int, reference: weakref.ref[Tensor], seen_version: int) -> bool:
+    return reference() is gradient and version == seen_version
+
+
+def _versions(gradients: list[Tensor]) -> list[int]:
+    try:
+        return [gradient._version for gradient in gradients]
+    except RuntimeError:  # one of them is an inference tensor, see `version_of`
+        return list(map(version_of, gradients))

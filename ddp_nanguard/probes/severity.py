@@ -93,7 +93,11 @@ class SeverityReducer:
         roles, device = page.roles(), page.values.device
         # the squares of a norm overflow float64 only beyond 1e154, which is not worth a warning
         warn_role = SlotRole.GRADIENT if page.values.dtype is not torch.float64 else None
-        limits = [[self._range(role) for role in roles], [(NORM_OVERFLOWS_AT, NORM_OVERFLOWS_AT)] * len(roles)]
+        width = page.values.shape[1]  # 1 for screens, which have nothing but an upper end
+        limits = [
+            [self._range(role)[-width:] for role in roles],
+            [(NORM_OVERFLOWS_AT, NORM_OVERFLOWS_AT)[-width:]] * len(roles),
+        ]
         levels = [
             [int(self._level(role)) for role in roles],
             [int(Severity.WARN if role is warn_role else Severity.CLEAN) for role in roles],
@@ -104,8 +108,8 @@ class SeverityReducer:
             used=len(roles),
             is_silent=all(role in self._unread() for role in roles),
             limits=torch.tensor(limits, dtype=torch.float64, device=device),
-            levels=torch.tensor(levels, dtype=torch.int64, device=device).unsqueeze(2),
-            signs=torch.tensor([-1.0, 1.0], device=device),
+            levels=torch.tensor(levels, dtype=torch.int64, device=device).unsqueeze(2).repeat(1, 1, width),
+            signs=torch.tensor([-1.0, 1.0], device=device) if width == 2 else None,
             masks={
                 role: torch.tensor([other is role for other in roles], device=device).unsqueeze(1)
                 for role in distinguished
@@ -145,9 +149,10 @@ class _Limits:
         layout: of the page when these were made; another one makes them stale.
         used: number of slots that they cover; a step that fills fewer uses the first of them.
         is_silent: whether no role on the page can change the verdict.
-        limits: float64, shape (2, used, 2): beyond the first a slot is bad, beyond the second worth a warning.
-        levels: int64, shape (2, used, 1): the severity of a slot beyond that limit.
-        signs: shape (2,), -1 for minimum and 1 for maximum, so that both are compared with an upper limit.
+        limits: float64, shape (2, used, width): beyond the first a slot is bad, beyond the second worth a warning.
+        levels: int64, shape (2, used, width): the severity of a slot beyond that limit.
+        signs: shape (2,), -1 for minimum and 1 for maximum, so that both are compared with an upper limit; None where a
+            slot is one number.
         masks: by role that the verdict needs apart, the slots that have it; bool, shape (used, 1).
     """
 
@@ -156,7 +161,7 @@ class _Limits:
     is_silent: bool
     limits: Tensor
     levels: Tensor
-    signs: Tensor
+    signs: Tensor | None
     masks: dict[SlotRole, Tensor]
 
     def reduce(self, page: SlotPage) -> tuple[Tensor, dict[SlotRole, Tensor]] | None:
@@ -167,8 +172,13 @@ class _Limits:
         if self.is_silent:
             return None
         used = len(page.sources)
-        within = page.values[:used] * self.signs <= self.limits[:, :used]  # False for a NaN
-        severity = torch.where(within, 0, self.levels[:, :used]).amax()
+        values, limits, levels = page.values, self.limits, self.levels
+        if used < len(values):
+            values = values[:used]
+        if used < self.used:
+            limits, levels = limits[:, :used], levels[:, :used]
+        within = (values if self.signs is None else values * self.signs) <= limits  # False for a NaN
+        severity = levels.masked_fill(within, 0).amax()
         bad = {role: (within[0].logical_not() & mask[:used]).any() for role, mask in self.masks.items()}
         return severity, bad
 

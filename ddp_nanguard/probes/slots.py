@@ -2,14 +2,15 @@
 
 A probe reduces one tensor into the next free slot, a (minimum, maximum) pair, and leaves a source beside it on the host
 that says what was looked at. Slots lie in pages, one per device and dtype, because ``aminmax`` writes its result in the
-dtype of its input. The host reads nothing until `SlotBuffer.slot_stats`, which is for the fault path.
+dtype of its input. Slots of screens (`screens`) hold one number, a norm, and lie in pages of their own. The host reads
+nothing until `SlotBuffer.slot_stats`, which is for the fault path.
 """
 
 from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -54,7 +55,9 @@ class SlotStats(NamedTuple):
         order: execution order in the window, from 1.
         source: what it was taken from: a `TensorRecord`, a `GradientHook`, or one of the dataclasses ``...Source``.
         role: what it counts for.
-        minimum, maximum: over all elements; NaN if any element is.
+        minimum, maximum: over all elements; NaN if any element is. Of a screen its norm, negated and as it is: no
+            element is beyond these, and they are non-finite whenever an element is.
+        is_screen: whether it is a norm, which finite elements can overflow.
     """
 
     order: int
@@ -62,10 +65,11 @@ class SlotStats(NamedTuple):
     role: SlotRole
     minimum: float
     maximum: float
+    is_screen: bool = False
 
 
 class SlotTable(NamedTuple):
-    """Filled slots, still on the device: values, shape (slots or more, 2), and the order, role and source of each.
+    """Filled slots, still on the device: values, shape (slots or more, 2 or 1), and the order, role and source of each.
 
     Three lists side by side and no object per slot, which the garbage collector would have to follow.
     """
@@ -82,25 +86,27 @@ class SlotPage:
     Args:
         device: of the tensors that are reduced into it.
         dtype: of these tensors, and so of the slots.
+        width: numbers in a slot: 2, or 1 for screens.
 
     Attributes:
-        values: the slots, shape (capacity, 2).
+        values: the slots, shape (capacity, width).
         sources: one per slot in use.
         layout: a number that changes whenever a slot gets another role than it had in the step before.
     """
 
-    __slots__ = ("_orders", "_outs", "_ring", "_roles", "layout", "sources", "values")
+    __slots__ = ("_orders", "_outs", "_ranges", "_ring", "_roles", "layout", "sources", "values")
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, width: int = 2) -> None:
         # - Slots in use; the number of sources is the number of slots. New lists after each step, since the ring keeps
         # the old ones
-        self.values = torch.zeros(_FIRST_CAPACITY, 2, device=device, dtype=dtype)
+        self.values = torch.zeros(_FIRST_CAPACITY, width, device=device, dtype=dtype)
         self.sources: list[Any] = []
         self._orders: list[int] = []
 
         # - Made once, not per step: views into `values` for ``out=``, and the roles, which are mostly those of the step
         # before. `layout` lets `SeverityReducer` see that they are not, without comparing them
         self._outs = _slot_views(self.values)
+        self._ranges: dict[tuple[int, int], Tensor] = {}
         self._roles: list[SlotRole] = []
         self.layout = 0
 
@@ -130,6 +136,31 @@ class SlotPage:
             roles[index] = role
             self.layout += 1
 
+    def reserve(self, count: int) -> Tensor:
+        """The next slots of a page of screens, shape (count,), for the caller to write into; then `take` them."""
+        first = len(self.sources)
+        while first + count > len(self.values):
+            self._grow()
+        found = self._ranges.get((first, count))
+        if found is None:
+            found = self._ranges[first, count] = self.values.view(-1)[first : first + count]
+        return found
+
+    def take(self, orders: Sequence[int], roles: list[SlotRole], sources: list[Any]) -> None:
+        """Put the slots that `reserve` gave in use.
+
+        Args:
+            orders: execution orders.
+            roles: what each counts for.
+            sources: what was looked at.
+        """
+        first = len(self.sources)
+        self.sources += sources
+        self._orders += orders
+        if self._roles[first : first + len(roles)] != roles:
+            self._roles[first : first + len(roles)] = roles
+            self.layout += 1
+
     def fill(self, values: Tensor, order: int, sources: list[Any]) -> None:
         """Take over slots that were filled elsewhere, as evidence; one copy.
 
@@ -153,9 +184,9 @@ class SlotPage:
         return self._roles[: len(self.sources)]
 
     def _grow(self) -> None:
-        larger = torch.zeros(2 * len(self._outs), 2, device=self.values.device, dtype=self.values.dtype)
-        larger[: len(self._outs)].copy_(self.values)
-        self.values, self._outs = larger, _slot_views(larger)
+        larger = self.values.new_zeros(2 * len(self.values), self.values.shape[1])
+        larger[: len(self.values)].copy_(self.values)
+        self.values, self._outs, self._ranges = larger, _slot_views(larger), {}
 
     def slots(self) -> SlotTable:
         """The slots in use; ``values`` is not copied and is overwritten by the next step."""
@@ -179,7 +210,7 @@ class SlotPage:
 
 
 def _slot_views(values: Tensor) -> list[tuple[Tensor, Tensor]]:
-    return [(row[0], row[1]) for row in values.unbind()]
+    return [(row[0], row[1]) for row in values.unbind()] if values.shape[1] == 2 else []
 
 
 @dataclass(frozen=True)
@@ -206,18 +237,20 @@ class SlotBuffer:
 
     Args:
         history: number of clean steps whose slots are kept, at least 1.
+        exact: whether no screen may overflow on finite elements, see `screens`.
 
     Attributes:
         order: execution order of the last tensor that a probe has met in the window; 0 before the first.
         num_kept: number of steps that went into the ring since the beginning.
         expand_compiled: turns slots that compiled code filled into slots of calls, see `probes.compiled_calls`.
 
-    Memory: 2 values per slot and step, on the device where the probed tensor lives.
+    Memory: at most 2 values per slot and step, on the device where the probed tensor lives.
     """
 
-    def __init__(self, history: int) -> None:
-        # - The open window: pages by (device, dtype), and by device alone for slots that compiled code filled: those
-        # are float64 whatever the dtype of what they saw
+    def __init__(self, history: int, exact: bool = False) -> None:
+        self.exact = exact
+        # - The open window: pages by (device, dtype), and with "screen" those of screens; by device alone for slots
+        # that compiled code filled: those are float64 whatever the dtype of what they saw
         self._pages: dict[object, SlotPage] = {}
         self.order = 0
 
@@ -269,6 +302,14 @@ class SlotBuffer:
             page = self._pages[values.device] = SlotPage(values.device, values.dtype)
         page.fill(values, self.order, sources)
 
+    def screen_page(self, device: torch.device, dtype: torch.dtype) -> SlotPage:
+        """The page for norms of this dtype."""
+        key = (device, dtype, "screen")
+        page = self._pages.get(key)
+        if page is None:
+            page = self._pages[key] = SlotPage(device, dtype, width=1)
+        return page
+
     def _page(self, tensor: Tensor) -> SlotPage:
         key = (tensor.device, tensor.dtype)
         page = self._pages.get(key)
@@ -310,11 +351,9 @@ class SlotBuffer:
 
 def _sorted_stats(pages: Iterable[SlotTable]) -> list[SlotStats]:
     found = [
-        SlotStats(order, source, role, low, high)
+        SlotStats(order, source, role, *(numbers if len(numbers) == 2 else (-numbers[0], numbers[0], True)))
         for values, orders, roles, sources in pages
-        for order, role, source, (low, high) in zip(
-            orders, roles, sources, values[: len(sources)].tolist(), strict=True
-        )
+        for order, role, source, numbers in zip(orders, roles, sources, values[: len(sources)].tolist(), strict=True)
     ]
     return sorted(found, key=lambda stats: stats.order)
 

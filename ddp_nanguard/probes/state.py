@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -10,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from .screens import Screen, ScreenCache
 from .slots import SlotBuffer, SlotRole
 
 # others may be infinite on purpose, such as a clipping norm that is off
@@ -70,8 +72,9 @@ class StateProbe:
         self._probed_buffers = False
         # Sources are made once and used in every step; None for an ignored name
         self._sources: dict[tuple[StateKind, When], dict[str, StateSource | None]] = {}
-        # By `id` of an optimizer: the ids of its parameters, which tell when a group was added, and what to look at
-        self._updated: dict[int, tuple[list[int], list[tuple[nn.Parameter, StateSource]]]] = {}
+        self._screens = ScreenCache()
+        # By `id` of an optimizer: its parameters, which tell when a group was added, and how they are looked at
+        self._updated: dict[int, tuple[list[nn.Parameter], Screen]] = {}
 
     # -- what is there -----------------------------------------------------------------------------------------------
 
@@ -143,18 +146,18 @@ class StateProbe:
 
     def probe_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Reduce the weights that an optimizer has just updated; the next verdict judges them."""
-        for parameter, source in self._updated_by(optimizer):
-            self.slots.reduce(SlotRole.STATE, self._local(parameter), source)
+        present = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        screen = self._screen_of_updated(optimizer, present)
+        screen.look(self.slots, [p if type(p) is nn.Parameter else self._local(p) for p in present])
 
-    def _updated_by(self, optimizer: torch.optim.Optimizer) -> list[tuple[nn.Parameter, StateSource]]:
-        """Watched parameters of an optimizer with their sources, made anew only when it holds other parameters."""
-        present = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-        known, sources = self._updated.get(id(optimizer), ([], []))
-        if known != present:
-            named = self.named_parameters_of(optimizer)
-            sources = [(p, StateSource("parameter", name, "update")) for name, p in named if not self._is_ignored(name)]
-            self._updated[id(optimizer)] = (present, sources)
-        return sources
+    def _screen_of_updated(self, optimizer: torch.optim.Optimizer, present: list[nn.Parameter]) -> Screen:
+        """Made anew only when the optimizer holds other parameters."""
+        known, screen = self._updated.get(id(optimizer), ([], None))
+        if screen is None or len(known) != len(present) or any(map(operator.is_not, known, present)):
+            sources = [self._source("parameter", "update", name) for name, _ in self.named_parameters_of(optimizer)]
+            screen = Screen(sources, [SlotRole.STATE] * len(sources))
+            self._updated[id(optimizer)] = (present, screen)
+        return screen
 
     def probe_buffers_after_forward(self) -> None:
         """Reduce the buffers after the window's forwards, and parameters and buffers of registered modules."""
@@ -174,15 +177,24 @@ class StateProbe:
         return bad
 
     def _probe(self, kind: StateKind, when: When, named: Iterator[tuple[str, Tensor]]) -> None:
-        role = (
-            SlotRole.WARN if when == "before broadcast" else (SlotRole.BUFFER if kind == "buffer" else SlotRole.STATE)
-        )
+        if kind == "buffer":  # where -inf is allowed, which no norm shows
+            role = SlotRole.WARN if when == "before broadcast" else SlotRole.BUFFER
+            for name, tensor in named:
+                if (source := self._source(kind, when, name)) is not None:
+                    self.slots.reduce(role, self._local(tensor), source)
+        elif found := list(named):
+            names = tuple(name for name, _ in found)
+            screen = self._screens.get((kind, when, names), lambda: self._screen(kind, when, names))
+            screen.look(self.slots, [self._local(tensor) for _, tensor in found])
+
+    def _screen(self, kind: StateKind, when: When, names: tuple[str, ...]) -> Screen:
+        return Screen([self._source(kind, when, name) for name in names], [SlotRole.STATE] * len(names))
+
+    def _source(self, kind: StateKind, when: When, name: str) -> StateSource | None:
         sources = self._sources.setdefault((kind, when), {})
-        for name, tensor in named:
-            if name not in sources:
-                sources[name] = None if self._is_ignored(name) else StateSource(kind, name, when)
-            if (source := sources[name]) is not None:
-                self.slots.reduce(role, self._local(tensor), source)
+        if name not in sources:
+            sources[name] = None if self._is_ignored(name) else StateSource(kind, name, when)
+        return sources[name]
 
 
 def is_bad_number(name: str, value: float) -> bool:

@@ -150,6 +150,18 @@ def _counts(part: Tensor) -> tuple[int, int, int, int, float | None]:
     )
 
 
+def extremes(tensor: Tensor) -> tuple[float, float] | None:
+    """Minimum and maximum of a tensor, NaN where it holds one; None where it is empty or cannot be checked.
+
+    Host sync: two per dense part. Called on the fault path only.
+    """
+    found = [torch.aminmax(part) for part in dense_parts(tensor) or ()]
+    if not found:
+        return None
+    lows, highs = [float(pair.min) for pair in found], [float(pair.max) for pair in found]
+    return (math.nan, math.nan) if any(map(math.isnan, lows)) else (min(lows), max(highs))
+
+
 def kind_in(tensor: Tensor, allow_negative_inf: bool = False) -> str | None:
     """The worst kind of non-finite value in a tensor, or None where it is finite or cannot be checked.
 

@@ -70,7 +70,7 @@ def _adam(parameters: Any) -> torch.optim.Optimizer:
 JOBS = {
     "growth": (
         Training(Scaled, square, [batch()] * 8, optimizer=_still, before_update=_raise_factor),
-        "growth: the largest gradient grew by a factor of",
+        "growth: the loss grew by a factor of",
     ),
     "bad input": (
         Training(body(torch.tanh), square, [batch(), _bad_item()], 2),
