@@ -15,12 +15,14 @@ import torch.distributed as dist
 from torch import nn
 
 from .build import build_context
+from .config import is_replay
 from .distributed.exit import unwatch_exit, watch_exit
 from .fault.alone import SingleRankExit
 from .fault.policy import FaultPolicy
 from .hooks.loop import CountHook, Steps, named_losses
 from .inject.injector import follow_counter, warn_of_disabled
 from .inject.step_counter import unregister_counter
+from .script.takeover import Takeover
 from .step.monitor import StepMonitor
 
 __frame_role__ = "passes on"  # see `hooks.frames`
@@ -57,14 +59,17 @@ class NanGuard:
         **options: Any,
     ) -> None:
         self._model: Callable[[], Any] = lambda: model  # a weak reference once the guard is closed
+        # - the end: of the guard, or of a rank that raises on its own
+        self._is_left = False
+        self._exit: SingleRankExit | Takeover | None = None
+        self._handles: list[Any] = []
+        if is_replay():
+            self._hand_over(Takeover(model, optimizer, scaler, group))
+            return
         self._context = context = build_context(model, optimizer, scaler, replay, group, options)
         # - a step: the monitor follows it, the policy acts on its verdict
         self._policy = FaultPolicy(context)
         self._monitor = StepMonitor(context, self._policy)
-        # - the end: of the guard, or of a rank that raises on its own
-        self._is_left = False
-        self._exit: SingleRankExit | None = None
-        self._handles: list[Any] = []
         if context.config.enabled:
             self._attach()
         else:
@@ -91,7 +96,7 @@ class NanGuard:
 
     def steps(self, loader: Iterable[Any]) -> Steps:
         """The loader, with micro-batches marked and kept; re-iterable, with the loader's length."""
-        return Steps(loader, self._monitor)
+        return Steps(self._exit.batches(loader) if isinstance(self._exit, Takeover) else loader, self._monitor)
 
     def watch(self, **losses: Any) -> None:
         """Look at losses. A dict names each term, None is ignored; no host read, no collective."""
@@ -154,6 +159,11 @@ class NanGuard:
         self._exit = SingleRankExit(context, self._policy, monitor.last_record)
         watch_exit(self)
 
+    def _hand_over(self, takeover: Takeover) -> None:
+        """The script runs to replay a dump: its options do not count, and the step ends the process."""
+        self._context, self._monitor, self._exit = takeover.context, takeover.monitor, takeover
+        watch_exit(self)
+
     def _only_count(self) -> None:
         """``enabled=False``: nothing is looked at, but a loop may end by ``guard.step``."""
         self._monitor.close()
@@ -181,7 +191,8 @@ class NanGuard:
         # who keeps the guard must not keep DDP alive past its process group: the interpreter's shutdown may then hang
         self._model = weakref.ref(self._model())
         self._monitor.release()
-        del self._policy, self._exit, self._context
+        self.__dict__.pop("_policy", None)
+        del self._exit, self._context
 
     def on_uncaught_exception(self, error: BaseException) -> int | None:
         """For `distributed.exit`, not for users: see `SingleRankExit.on_uncaught_exception`."""

@@ -11,11 +11,13 @@ import torch
 
 from ddp_nanguard.blame.inspect import RankFindings, rescan
 from ddp_nanguard.blame.triage import Decision, Judgement, Triage
+from ddp_nanguard.capture.command import command
 from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.context import GuardContext
 from ddp_nanguard.dump.write import write_dump
 from ddp_nanguard.errors import NonFiniteError
 from ddp_nanguard.probes.severity import Severity
+from ddp_nanguard.report.command_text import script_text
 from ddp_nanguard.report.messages import log_line
 from ddp_nanguard.report.text import error_text, replay_lacks
 from ddp_nanguard.report.types import FaultReport, Phase
@@ -136,8 +138,9 @@ class FaultPolicy:
         if isinstance(record.scaler, ScalerSnapshot):  # the scaler has been updated since
             record.scaler.restore()
         config = context.config
-        lacks = replay_lacks(context.recipe, redact=config.redact, dump_weights=config.dump_weights)
-        raise NonFiniteError(error_text(report, lacks), report, config.exit_code, context.ranks.barrier)
+        script = script_text(command()) if context.recipe is None else ""
+        lacks = replay_lacks(context.recipe, script, redact=config.redact, dump_weights=config.dump_weights)
+        raise NonFiniteError(error_text(report, lacks, script), report, config.exit_code, context.ranks.barrier)
 
     def _undone(self, report: FaultReport) -> StepRecord | None:
         """The step whose update is to be undone; None where it was not the update, or there is no copy."""

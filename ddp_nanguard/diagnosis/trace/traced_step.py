@@ -116,7 +116,7 @@ class Watcher:
         """The recipe's step, wrapped so that each call begins a micro-batch of the trace and keeps its losses."""
 
         def watched_step(model: Any, batch: Any) -> Any:
-            self._begin(batch)
+            self.begin(batch)
             losses = step(model, batch)
             self._seen[-1].losses = dict(losses) if isinstance(losses, dict) else {"loss": losses}
             return losses
@@ -159,7 +159,8 @@ class Watcher:
         for name, buffer in wrapper.named_buffers():
             memory.name(buffer, name)
 
-    def _begin(self, batch: Any) -> None:
+    def begin(self, batch: Any) -> None:
+        """A micro-batch begins, with this batch."""
         self._look_at_gradients()
         self._modules.begin_micro_batch()
         size = batch_size(batch)
@@ -170,6 +171,11 @@ class Watcher:
             self._trace.memory.name(tensor, name)
         for name, array in batch_arrays(batch).items():
             self._trace.memory.name_address(array, name)
+
+    def keep_loss(self, name: str, loss: Tensor) -> None:
+        """A loss of the micro-batch that has begun last; kept with its graph."""
+        if self._seen:
+            self._seen[-1].losses[name] = loss
 
     def _look_at_gradients(self) -> None:
         """Record which operators made the bad gradients of the micro-batch that has just ended."""
