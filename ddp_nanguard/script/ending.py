@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ddp_nanguard.replay.outcome import EXIT_CODES, Outcome, Result, not_replayable
+from ddp_nanguard.dump.read import Dump
+from ddp_nanguard.errors import DumpError
+from ddp_nanguard.replay.outcome import EXIT_CODES, Outcome, first_own_site, not_replayable
 from ddp_nanguard.replay.outcome_text import outcome_text
 
 from .request import ReplayRequest
@@ -28,19 +31,20 @@ def end(request: ReplayRequest, data: dict[str, Any], text: str, code: int) -> N
     os._exit(code)
 
 
-def end_cannot(request: ReplayRequest, reason: str, result: Result | None = None, rank: int | None = None) -> NoReturn:
+def end_cannot(request: ReplayRequest, dump: Dump, rank: int, alone: bool, reason: str) -> NoReturn:
     """End with the outcome ``cannot``.
 
     Args:
         request: of this process.
+        dump: the dump.
+        rank: whose step it is.
+        alone: whether this process stands for it.
         reason: one sentence that names the remedy.
-        result: what is known beside it.
-        rank: whose step it is; None for that of the request.
     """
-    if rank is None:
-        rank = request.rank if request.rank is not None else 0
-    result = result or not_replayable(rank, None, reason)
-    result.outcome, result.reason = Outcome.CANNOT, reason
+    site = None
+    with contextlib.suppress(DumpError):
+        site = first_own_site(dump, rank, alone)
+    result = not_replayable(rank, site, reason)
     end(request, result.to_dict(), outcome_text(result), EXIT_CODES[Outcome.CANNOT])
 
 

@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_nanguard.diagnosis.experiments import DTYPES
+from ddp_nanguard.dump.read import open_dump
 
 from .ending import end_cannot
 from .request import ReplayRequest
@@ -92,8 +93,12 @@ def _require_own(name: str, src: int | None, group: Any, group_src: int | None) 
 def _cannot_be_answered(name: str, src: int | None) -> NoReturn:
     rank = dist.get_rank()
     remedy = f"let this process be rank {src} in the script with --as-rank {src or 0}" if src is not None else "run all"
+    request = ReplayRequest.from_environment()
     end_cannot(
-        ReplayRequest.from_environment(),
+        request,
+        open_dump(list(request.paths), verify=False),
+        request.rank or 0,
+        True,
         f"the script waits in {name} for an object of rank {src}, and rank {rank} is alone: {remedy} "
         "(batch, weights and random states are those of the replayed rank all the same)",
     )

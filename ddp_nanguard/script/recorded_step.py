@@ -89,7 +89,7 @@ class RecordedStep:
         if self.num_served == len(self.window):
             number = len(self.window)
             self.cannot(
-                f"the script asks for micro-batch {number}, and the step in the dump has {number} of them: "
+                f"the script asks for more micro-batches than the {number} of the step in the dump: "
                 "give the command, and the number of micro-batches per step, of that run"
             )
         if self.num_served == 0:

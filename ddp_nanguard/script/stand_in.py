@@ -32,12 +32,13 @@ class StandIn(_ProcessGroup):  # type: ignore[misc]  # see there
     Args:
         rank: which of them this process is.
         size: their number.
+        name: by which torch finds the group.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, name: str = NAME) -> None:
         super().__init__(rank, size)
         self._rank, self._size = rank, size
-        self._name, self._description = NAME, NAME
+        self._name, self._description = name, name
 
     # -- what torch asks of a group --------------------------------------------------------------------------------
 
@@ -61,12 +62,12 @@ class StandIn(_ProcessGroup):  # type: ignore[misc]  # see there
         """As torch has set it."""
         return self._description
 
-    def new_group(self, ranks: Sequence[int], **_: Any) -> StandIn | None:
+    def new_group(self, ranks: Sequence[int], *, group_name: str = NAME, **_: Any) -> StandIn | None:
         """A group of some of the ranks, whatever backend was asked for; None where this one is not among them.
 
         The name is torch's own: it lets a default group make the groups of a job.
         """
-        return StandIn(list(ranks).index(self._rank), len(ranks)) if self._rank in ranks else None
+        return StandIn(list(ranks).index(self._rank), len(ranks), group_name) if self._rank in ranks else None
 
     # -- values ----------------------------------------------------------------------------------------------------
 

@@ -33,7 +33,6 @@ from ddp_nanguard.replay.outcome import (
     Outcome,
     Result,
     compare,
-    first_own_site,
     why_not_replayable,
 )
 from ddp_nanguard.replay.outcome_text import outcome_text
@@ -131,7 +130,7 @@ class Takeover:
         if request.experiment is not None:
             change = around_experiment(request.experiment)
             step.contexts.append(lambda: change(rebuilt, step.window))
-        if request.trace:
+        if request.trace or request.stop_at is not None:
             watcher = step.watcher = Watcher(self._on_event if request.stop_at is not None else None)
             step.contexts.append(lambda: watcher.around(rebuilt, step.window))
 
@@ -166,11 +165,7 @@ class Takeover:
 
     def _cannot(self, reason: str) -> NoReturn:
         self._has_ended = True
-        site = None
-        with contextlib.suppress(DumpError):
-            site = first_own_site(self._dump, self._rank, self._alone)
-        result = Result(self._rank, Outcome.CANNOT, recorded=site)
-        end_cannot(self._request, reason, result)
+        end_cannot(self._request, self._dump, self._rank, self._alone, reason)
 
     def _finish(self) -> NoReturn:
         self._has_ended = True

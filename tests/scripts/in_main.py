@@ -43,7 +43,7 @@ def wrapped(model: nn.Module, wrapper: str) -> nn.Module:
     if wrapper == "ddp":
         return DistributedDataParallel(model)
     if wrapper == "fsdp1":
-        return FullyShardedDataParallel(model, use_orig_params=True)
+        return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
     if wrapper == "fsdp2":
         fully_shard(model.last)
         fully_shard(model)
