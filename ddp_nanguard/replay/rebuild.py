@@ -231,6 +231,24 @@ def lay_in_optimizers(dump: Dump, rank: int, wrapper: Wrapper, optimizers: list[
         _lay_in_optimizer(dump, rank, wrapper, index, optimizer, plain)
 
 
+def own_numbers(dump: Dump, optimizers: list[torch.optim.Optimizer]) -> list[str]:
+    """Where a script's optimizers were made with other numbers than the dump's: those of the dump are used.
+
+    ``lr`` is left out: schedules change it in each step.
+    """
+    found = []
+    for optimizer, plain in zip(optimizers, dump.plain_state()["optimizers"], strict=False):
+        for index, (own, then) in enumerate(zip(optimizer.param_groups, plain["groups"], strict=False)):
+            name = f"{type(optimizer).__name__}, group {index}"
+            numbers = {key: value for key, value in then.items() if isinstance(value, float) and key in own}
+            found += [
+                f"{name}: {key}={own[key]!r} in the script, {value!r} in the dump and in this replay"
+                for key, value in numbers.items()
+                if key not in ("lr", "initial_lr") and own[key] != value
+            ]
+    return found
+
+
 def lay_in_numbers(dump: Dump, rank: int, optimizers: list[torch.optim.Optimizer]) -> None:
     """Set the hyper-parameters that the rank had, which a script may compute from its own count of steps."""
     for index, optimizer in enumerate(optimizers):

@@ -20,6 +20,7 @@ from ddp_nanguard.replay.rebuild import (
     lay_in_numbers,
     lay_in_optimizers,
     lay_in_scaler,
+    own_numbers,
 )
 from ddp_nanguard.replay.run_step import Run
 
@@ -48,7 +49,6 @@ class RecordedStep:
         self.losses: dict[tuple[int, str], Tensor] = {}
         self.notes: list[str] = []
         self.num_served = 0
-        self.outputs_are_losses = True
         self._versions: list[int] = []
 
     # -- state -----------------------------------------------------------------------------------------------------
@@ -57,6 +57,7 @@ class RecordedStep:
         """Give model, optimizers and scaler what the dump holds."""
         rebuilt = self.rebuilt
         apply_settings(rebuilt.dump)
+        self.notes += own_numbers(rebuilt.dump, rebuilt.optimizers)
         lay_in_model(rebuilt.dump, rebuilt.rank, rebuilt.wrapper)
         lay_in_optimizers(rebuilt.dump, rebuilt.rank, rebuilt.wrapper, rebuilt.optimizers)
         lay_in_scaler(rebuilt.dump, rebuilt.scaler)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import os
 import traceback
 from collections.abc import Iterable
 from types import FrameType
@@ -67,6 +68,7 @@ class Takeover:
     def __init__(self, model: nn.Module, optimizer: object, scaler: Any, group: dist.ProcessGroup | None) -> None:
         self._group = group
         self._has_ended = False
+        self._process = os.getpid()  # a forked child has the same exit callbacks
         try:
             self._request = ReplayRequest.from_environment()
             self._alone = self._request.rank is not None or not _is_connected()
@@ -233,7 +235,7 @@ class Takeover:
         return self._dump.manifest.alone or self._dump.report.single_rank_view
 
     def _on_exit(self) -> None:
-        if not self._has_ended:
+        if not self._has_ended and os.getpid() == self._process:
             what = "before a batch came through the guard" if not self._step.num_served else "before the update"
             self._cannot(
                 f"the script ended {what}: it must take batches from guard.steps(loader) or call guard(...), and reach "

@@ -22,7 +22,6 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--amp", action="store_true")
     parser.add_argument("--width", type=int, default=16)
     parser.add_argument("--accumulate", type=int, default=1)
-    parser.add_argument("--no-guard", action="store_true")
     parser.add_argument("--share", action="store_true")
     parser.add_argument("--out")
     return parser.parse_args()
@@ -78,8 +77,6 @@ def main() -> None:
     model = wrapped(Net(args.width), args.wrapper)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if args.amp else None
-    if args.no_guard:
-        return
     guard = NanGuard(model, optimizer, scaler=scaler)
     average = Net(args.width)
     guard.register(average=average)
