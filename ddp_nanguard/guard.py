@@ -15,14 +15,13 @@ import torch.distributed as dist
 from torch import nn
 
 from .build import build_context
-from .config import is_replay
 from .distributed.exit import unwatch_exit, watch_exit
 from .fault.alone import SingleRankExit
 from .fault.policy import FaultPolicy
 from .hooks.loop import CountHook, Steps, named_losses
 from .inject.injector import follow_counter, warn_of_disabled
 from .inject.step_counter import unregister_counter
-from .script.takeover import Takeover
+from .script import take_over
 from .step.monitor import StepMonitor
 
 __frame_role__ = "passes on"  # see `hooks.frames`
@@ -48,6 +47,8 @@ class NanGuard:
     Host sync: one read per clean step.
     """
 
+    _monitor: StepMonitor
+
     def __init__(
         self,
         model: nn.Module,
@@ -61,10 +62,12 @@ class NanGuard:
         self._model: Callable[[], Any] = lambda: model  # a weak reference once the guard is closed
         # - the end: of the guard, or of a rank that raises on its own
         self._is_left = False
-        self._exit: SingleRankExit | Takeover | None = None
+        self._exit: SingleRankExit | None = None
         self._handles: list[Any] = []
-        if is_replay():
-            self._hand_over(Takeover(model, optimizer, scaler, group))
+        # - a script that runs the step of its own dump, and ends with it
+        self._takeover = take_over(model, optimizer, scaler, group)
+        if self._takeover is not None:
+            self._context, self._monitor = self._takeover.context, self._takeover.monitor
             return
         self._context = context = build_context(model, optimizer, scaler, replay, group, options)
         # - a step: the monitor follows it, the policy acts on its verdict
@@ -96,7 +99,7 @@ class NanGuard:
 
     def steps(self, loader: Iterable[Any]) -> Steps:
         """The loader, with micro-batches marked and kept; re-iterable, with the loader's length."""
-        return Steps(self._exit.batches(loader) if isinstance(self._exit, Takeover) else loader, self._monitor)
+        return Steps(loader if self._takeover is None else self._takeover.batches(loader), self._monitor)
 
     def watch(self, **losses: Any) -> None:
         """Look at losses. A dict names each term, None is ignored; no host read, no collective."""
@@ -159,11 +162,6 @@ class NanGuard:
         self._exit = SingleRankExit(context, self._policy, monitor.last_record)
         watch_exit(self)
 
-    def _hand_over(self, takeover: Takeover) -> None:
-        """The script runs to replay a dump: its options do not count, and the step ends the process."""
-        self._context, self._monitor, self._exit = takeover.context, takeover.monitor, takeover
-        watch_exit(self)
-
     def _only_count(self) -> None:
         """``enabled=False``: nothing is looked at, but a loop may end by ``guard.step``."""
         self._monitor.close()
@@ -192,7 +190,7 @@ class NanGuard:
         self._model = weakref.ref(self._model())
         self._monitor.release()
         self.__dict__.pop("_policy", None)
-        del self._exit, self._context
+        del self._exit, self._takeover, self._context
 
     def on_uncaught_exception(self, error: BaseException) -> int | None:
         """For `distributed.exit`, not for users: see `SingleRankExit.on_uncaught_exception`."""

@@ -14,9 +14,15 @@ MAX_CODE = 200
 def command() -> tuple[str, ...]:
     """Program and arguments as typed; of a process that another Python started, the script and its arguments.
 
-    Empty where there is no command that starts the script again: in a notebook, or for long code after ``-c``.
+    Empty where there is no command that can be shown and starts the script again: in a notebook, or for long code
+    after ``-c``.
     """
-    typed = tuple(getattr(sys, "orig_argv", ()))
+    found = _command()
+    return found if all(map(str.isprintable, found)) else ()
+
+
+def _command() -> tuple[str, ...]:
+    typed = tuple(sys.orig_argv)
     if "-c" not in typed:
         return typed
     code = typed[typed.index("-c") + 1 :][:1]

@@ -35,6 +35,9 @@ NumThreads = Annotated[
 Line = Annotated[str, Rule(lambda text: len(text.splitlines()) <= 1, "one line of text")]
 """A text that error messages repeat, which are one line themselves."""
 
+Word = Annotated[str, Rule(str.isprintable, "printable text")]
+"""A word of a command that is shown to be copied."""
+
 LauncherNumber = Annotated[
     str, Rule(lambda text: text == "set" or (text.isdigit() and 0 < int(text) < 2**31), "a number of ranks, or set")
 ]
@@ -85,7 +88,7 @@ class Run:
     id: str = ""
     argv: tuple[str, ...] = ()
     recipe_directory: str | None = None
-    command: tuple[str, ...] = ()
+    command: tuple[Word, ...] = ()
     directory: str = ""
     launcher: dict[str, LauncherNumber] = field(default_factory=dict)
 

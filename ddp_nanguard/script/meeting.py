@@ -5,6 +5,7 @@ Each has the name of torch's own function and gets that one first.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable
@@ -42,8 +43,9 @@ def _make(store: Any, rank: int, size: int, timeout: Any = None) -> StandIn:
 
 def _leave_if_other(asked: int, rank: int) -> None:
     """A script that starts its ranks itself starts all of them: only one is needed."""
-    launched = int(os.environ.get("RANK", rank)) if dist.is_torchelastic_launched() else rank
-    if (asked if asked >= 0 else launched) != rank:
+    launched = int(os.environ.get("RANK", rank)) if int(os.environ.get("WORLD_SIZE", 1)) > 1 else rank
+    is_spawned = multiprocessing.parent_process() is not None
+    if (asked if asked >= 0 and is_spawned else launched) != rank:
         sys.stdout.flush()
         os._exit(0)
 
@@ -112,6 +114,8 @@ def fully_shard(theirs: Theirs, module: Any, **options: Any) -> Any:
     mesh = options.get("mesh")
     device = mesh.device_type if mesh is not None else _device_type()
     options.pop("dp_mesh_dims", None)
+    if options.get("reshard_after_forward") not in (None, True, False):
+        options["reshard_after_forward"] = True  # a number of ranks, of which there is one
     return theirs(module, **{**options, "mesh": _own_mesh(device)})
 
 

@@ -47,35 +47,35 @@ class RecordedStep:
         self.watcher: Watcher | None = None
         self.run: Run | None = None
         self.losses: dict[tuple[int, str], Tensor] = {}
-        self.notes: list[str] = []
+        self.notes = own_numbers(rebuilt.dump, rebuilt.optimizers)
         self.num_served = 0
-        self._versions: list[int] = []
+        self._marks: list[Any] = []
 
     # -- state -----------------------------------------------------------------------------------------------------
 
     def lay_in(self) -> None:
-        """Give model, optimizers and scaler what the dump holds."""
+        """Give model, optimizers and scaler what the dump holds; where nothing has changed since, it is not read again.
+
+        A script may load a checkpoint, or change modes, between the making of its guard and its first step.
+        """
         rebuilt = self.rebuilt
         apply_settings(rebuilt.dump)
-        self.notes += own_numbers(rebuilt.dump, rebuilt.optimizers)
-        lay_in_model(rebuilt.dump, rebuilt.rank, rebuilt.wrapper)
-        lay_in_optimizers(rebuilt.dump, rebuilt.rank, rebuilt.wrapper, rebuilt.optimizers)
+        if self._marks != self._marks_now():
+            lay_in_model(rebuilt.dump, rebuilt.rank, rebuilt.wrapper)
+            lay_in_optimizers(rebuilt.dump, rebuilt.rank, rebuilt.wrapper, rebuilt.optimizers)
+            self._marks = self._marks_now()
+        lay_in_buffers(rebuilt.dump, rebuilt.rank, rebuilt.wrapper)
         lay_in_scaler(rebuilt.dump, rebuilt.scaler)
-        self._versions = self._versions_now()
 
-    def _versions_now(self) -> list[int]:
-        wrapper = self.rebuilt.wrapper
-        return [wrapper.local(parameter)._version for _, parameter in wrapper.named_parameters()]
+    def _marks_now(self) -> list[Any]:
+        """What changes when somebody writes into the weights or loads the state of an optimizer."""
+        wrapper, optimizers = self.rebuilt.wrapper, self.rebuilt.optimizers
+        versions = [wrapper.local(parameter)._version for _, parameter in wrapper.named_parameters()]
+        return [*versions, *(id(state) for optimizer in optimizers for state in optimizer.state.values())]
 
     def _begin(self) -> None:
-        """The step begins; the script may have loaded a checkpoint or changed modes since its guard was made."""
-        rebuilt = self.rebuilt
-        if self._versions != self._versions_now():
-            self.lay_in()
-        apply_settings(rebuilt.dump)
-        lay_in_buffers(rebuilt.dump, rebuilt.rank, rebuilt.wrapper)
+        self.lay_in()
         self.lay_in_numbers()
-        lay_in_scaler(rebuilt.dump, rebuilt.scaler)
         for context in self.contexts:
             self.around.enter_context(context())
 

@@ -11,6 +11,7 @@ import json
 import os
 import traceback
 from collections.abc import Iterable
+from dataclasses import replace
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -26,6 +27,7 @@ from ddp_nanguard.diagnosis.experiments import around_experiment, stop_at_operat
 from ddp_nanguard.diagnosis.trace.events import Event
 from ddp_nanguard.diagnosis.trace.traced_step import Watcher
 from ddp_nanguard.diagnosis.trace_text import diagnosis_text
+from ddp_nanguard.distributed.exit import watch_exit
 from ddp_nanguard.dump.read import Dump, open_dump
 from ddp_nanguard.errors import DumpError
 from ddp_nanguard.hooks.frames import is_users_own
@@ -80,6 +82,7 @@ class Takeover:
             self._lay_in(model, _as_list(optimizer), scaler)
         except (DumpError, ValueError) as error:
             self._cannot(str(error).splitlines()[0])
+        watch_exit(self)
         atexit.register(self._on_exit)
 
     def _own_rank(self) -> int:
@@ -103,12 +106,13 @@ class Takeover:
         self._refuse(self._why_not_alone(wrapper) if self._alone else None)
         require_matching_parameters(dump, model, "script", "command")
         device = _device_of(wrapper)
-        self._recorded_window = dump.window(rank, device=device)
-        self._refuse(unregistered_batch(self._recorded_window))
+        window = dump.window(rank, device=device)
+        self._refuse(unregistered_batch(window))
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
         recipe = Recipe(model=wrapper.root, step=_no_step)
         rebuilt = Rebuilt(dump, rank, recipe, wrapper, optimizers, scaler, device, self._group)
-        self._step = RecordedStep(rebuilt, dump.window(rank, device=device), self._cannot)
+        self._losses = [replace(micro_batch, batch=None) for micro_batch in window]
+        self._step = RecordedStep(rebuilt, window, self._cannot)
         with dump.telling(rank, speaks=self._alone or rank == 0):
             self._step.lay_in()
         self._follow(rebuilt)
@@ -178,7 +182,7 @@ class Takeover:
         if self._request.experiment is not None:
             self._end_experiment(again)
         compiled = not self._request.trace and is_compiled(step.rebuilt.wrapper.model)
-        result = compare(self._dump, self._rank, self._recorded_window, again, self._alone, compiled or not self._alone)
+        result = compare(self._dump, self._rank, self._losses, again, self._alone, compiled or not self._alone)
         self._remark_calls(result)
         if self._alone:
             self._end_alone(result, again)
@@ -241,9 +245,6 @@ class Takeover:
                 f"the script ended {what}: it must take batches from guard.steps(loader) or call guard(...), and reach "
                 "optimizer.step()"
             )
-
-    def close(self) -> None:
-        """The guard is closed by the script: nothing is left to do."""
 
 
 def _is_connected() -> bool:
