@@ -139,8 +139,8 @@ def local(model: nn.Module) -> list[torch.Tensor]:
 
 def explain(rank: int, world_size: int, module: str, name: str, dump: str) -> dict[str, Any]:
     """Body of a process alone: the replay of the culprit, its trace and the reason, as the command line gives it."""
-    from ddp_nanguard.cli.outcome_text import outcome_text
-    from ddp_nanguard.cli.trace_text import diagnosis_text
+    from ddp_nanguard.diagnosis.trace_text import diagnosis_text
+    from ddp_nanguard.replay.outcome_text import outcome_text
 
     found = diagnosed_dump(importlib.import_module(module).CASES[name], dump)
     first_nonfinite_op = found.traced.first_nonfinite_op if found.traced is not None else None
@@ -203,7 +203,7 @@ def _explained(module: str, name: str, alarms: dict[int, Stop]) -> dict[str, Any
 def preload() -> None:
     """What every process would otherwise import by itself."""
     rank_processes.PRELOAD += [*MODULES, "benchmarks.diagnosis", "ddp_nanguard.diagnosis.diagnose"]
-    rank_processes.PRELOAD += ["ddp_nanguard.replay.session", "ddp_nanguard.cli.trace_text"]
+    rank_processes.PRELOAD += ["ddp_nanguard.replay.session", "ddp_nanguard.diagnosis.trace_text"]
     rank_processes.PRELOAD += ["transformers.debug_utils", "sherlorch", "stabilityguard"]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["PYTHONHASHSEED"] = "0"  # stabilityguard points at whatever a set gives last

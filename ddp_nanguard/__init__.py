@@ -5,7 +5,7 @@ about a fault), `probes` (what is looked at, and where it is left), `distributed
 (who did it), `fault.policy` (what is done about it), `dump` and `replay`. docs/design.md has the words and a picture.
 """
 
-from .config import GuardConfig
+from .config import GuardConfig, is_replay
 from .errors import DumpError, NonFiniteError
 from .guard import NanGuard
 from .replay.recipe import Recipe
@@ -13,4 +13,14 @@ from .report.types import FaultReport, Phase, Site
 
 __frame_role__ = "probe"  # see `hooks.frames`
 
-__all__ = ["DumpError", "FaultReport", "GuardConfig", "NanGuard", "NonFiniteError", "Phase", "Recipe", "Site"]
+__all__ = [
+    "DumpError",
+    "FaultReport",
+    "GuardConfig",
+    "NanGuard",
+    "NonFiniteError",
+    "Phase",
+    "Recipe",
+    "Site",
+    "is_replay",
+]

@@ -37,6 +37,8 @@ def build_context(
     replay: str | None,
     group: dist.ProcessGroup | None,
     options: dict[str, Any],
+    *,
+    answers_alone: bool = False,
 ) -> GuardContext:
     """Validate the arguments of `NanGuard`, compare them with those of the other ranks, and build the parts.
 
@@ -47,6 +49,7 @@ def build_context(
         replay: ``module:function`` of the recipe, or None.
         group: the ranks that step together; None is the world.
         options: those given in code.
+        answers_alone: in the replay of one rank: the guard itself has no peers, whatever process group there is.
 
     Raises:
         ValueError: on every rank if anything does not fit on any rank; for a wrong ``group``, on this rank alone.
@@ -62,7 +65,8 @@ def build_context(
     if group is not None and not isinstance(group, dist.ProcessGroup):
         problem = f"option group={group!r} is a {type(group).__name__}; give a torch.distributed process group"
         group = None
-    require_fitting_group(group, model)
+    if not answers_alone:
+        require_fitting_group(group, model)
     # from here on a problem is held back until all ranks know of it: raised at once, it would leave the others waiting
     try:
         args = validate_args(model, optimizer, scaler, replay, options) if problem is None else None
@@ -71,7 +75,7 @@ def build_context(
     except Exception as error:
         problem = f"the guard cannot be built: {type(error).__name__}: {error}"
     device = _device_of(args.wrapper) if args is not None else torch.device("cpu")
-    ranks = RankGroup(group, args.config.timeout_s if args is not None else 60.0, device)
+    ranks = RankGroup(group, args.config.timeout_s if args is not None else 60.0, device, alone=answers_alone)
     # collectives from here on: every rank gets here, with a problem or without
     ranks.require_no_problem(problem)
     assert args is not None

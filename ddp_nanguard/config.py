@@ -160,8 +160,25 @@ class GuardConfig:
 
 
 ENV_INJECT = ENV_PREFIX + "INJECT"
-RESERVED_ENVIRONMENT = frozenset({ENV_INJECT})
+ENV_REPLAY = ENV_PREFIX + "REPLAY"
+"""The dump whose step this process runs again; its parts on several nodes are separated as in ``PATH``."""
+ENV_REPLAY_OPTIONS = ENV_REPLAY + "_OPTIONS"
+"""Options of that replay, as on the command line: ``--trace``."""
+RESERVED_ENVIRONMENT = frozenset({ENV_INJECT, ENV_REPLAY, ENV_REPLAY_OPTIONS})
 """Variables that begin with the prefix and are no options."""
+
+
+def is_replay() -> bool:
+    """Whether this process runs a training script to replay a dump: it ends after one step, and writes nothing.
+
+    A script leaves out by it what it does beside the training, such as logging to a server.
+    """
+    return bool(os.environ.get(ENV_REPLAY))
+
+
+def replay_texts() -> tuple[str, str]:
+    """The texts of ``NANGUARD_REPLAY`` and ``NANGUARD_REPLAY_OPTIONS``; "" where they are not set."""
+    return os.environ.get(ENV_REPLAY, ""), os.environ.get(ENV_REPLAY_OPTIONS, "")
 
 
 def injection_text() -> str | None:

@@ -21,6 +21,7 @@ from .fault.policy import FaultPolicy
 from .hooks.loop import CountHook, Steps, named_losses
 from .inject.injector import follow_counter, warn_of_disabled
 from .inject.step_counter import unregister_counter
+from .script import take_over
 from .step.monitor import StepMonitor
 
 __frame_role__ = "passes on"  # see `hooks.frames`
@@ -46,6 +47,8 @@ class NanGuard:
     Host sync: one read per clean step.
     """
 
+    _monitor: StepMonitor
+
     def __init__(
         self,
         model: nn.Module,
@@ -57,14 +60,19 @@ class NanGuard:
         **options: Any,
     ) -> None:
         self._model: Callable[[], Any] = lambda: model  # a weak reference once the guard is closed
-        self._context = context = build_context(model, optimizer, scaler, replay, group, options)
-        # - a step: the monitor follows it, the policy acts on its verdict
-        self._policy = FaultPolicy(context)
-        self._monitor = StepMonitor(context, self._policy)
         # - the end: of the guard, or of a rank that raises on its own
         self._is_left = False
         self._exit: SingleRankExit | None = None
         self._handles: list[Any] = []
+        # - a script that runs the step of its own dump, and ends with it
+        self._takeover = take_over(model, optimizer, scaler, group)
+        if self._takeover is not None:
+            self._context, self._monitor = self._takeover.context, self._takeover.monitor
+            return
+        self._context = context = build_context(model, optimizer, scaler, replay, group, options)
+        # - a step: the monitor follows it, the policy acts on its verdict
+        self._policy = FaultPolicy(context)
+        self._monitor = StepMonitor(context, self._policy)
         if context.config.enabled:
             self._attach()
         else:
@@ -91,7 +99,7 @@ class NanGuard:
 
     def steps(self, loader: Iterable[Any]) -> Steps:
         """The loader, with micro-batches marked and kept; re-iterable, with the loader's length."""
-        return Steps(loader, self._monitor)
+        return Steps(loader if self._takeover is None else self._takeover.batches(loader), self._monitor)
 
     def watch(self, **losses: Any) -> None:
         """Look at losses. A dict names each term, None is ignored; no host read, no collective."""
@@ -197,7 +205,8 @@ class NanGuard:
         # who keeps the guard must not keep DDP alive past its process group: the interpreter's shutdown may then hang
         self._model = weakref.ref(self._model())
         self._monitor.release()
-        del self._policy, self._exit, self._context
+        self.__dict__.pop("_policy", None)
+        del self._exit, self._takeover, self._context
 
     def on_uncaught_exception(self, error: BaseException) -> int | None:
         """For `distributed.exit`, not for users: see `SingleRankExit.on_uncaught_exception`."""

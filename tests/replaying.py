@@ -52,7 +52,7 @@ def _alone(rank: int, world_size: int, dumps: list[str], options: list[str]) -> 
 
 def replay_on_all_ranks(dump: str, world_size: int, *options: str) -> list[Replayed]:
     """As ``torchrun -m ddp_nanguard replay DUMP`` starts it: every rank takes its own window."""
-    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return run_ranks(
         _together,
         world_size=world_size,
@@ -104,7 +104,7 @@ def _last_json(text: str) -> dict[str, Any]:
     return {}
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

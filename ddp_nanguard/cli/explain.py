@@ -30,7 +30,7 @@ def add_explain(commands: Commands) -> None:
 
 def run_explain(options: argparse.Namespace) -> int:
     """Run ``ddp-nanguard explain DUMP``: print the reason and its evidence, as text or JSON. Returns 0."""
-    from .trace_text import explanation_text
+    from ddp_nanguard.diagnosis.trace_text import explanation_text
 
     found = _explained(options)
     print(json.dumps(found.to_dict()) if options.json else explanation_text(found), end="\n" if options.json else "")

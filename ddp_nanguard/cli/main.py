@@ -40,7 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: without the program's name; None for those of the process.
     """
-    options = _parser().parse_args(arguments)
+    given, job = replay.without_job(sys.argv[1:] if arguments is None else list(arguments))
+    options = _parser().parse_args(given)
+    if job is not None:
+        options.job = job
     command: Command = options.command
     try:
         return command(options)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ddp_nanguard.errors import DumpError
 from ddp_nanguard.replay import launcher
 
-from .arguments import Commands, add_dump, add_replay_source, count
+from .arguments import Commands, add_dump, add_replay_source, count, index
 
 if TYPE_CHECKING:
     from ddp_nanguard.diagnosis.diagnose import Diagnosis
@@ -27,14 +27,26 @@ def add_replay(commands: Commands) -> None:
     parser = commands.add_parser(
         "replay",
         help="run one rank's step again, alone in this process; under torchrun all of them",
-        description="Exit codes: 0 same, 3 elsewhere, 4 not reproduced, 5 cannot, 2 wrong usage. "
-        "For all ranks: torchrun --nproc-per-node N -m ddp_nanguard replay DUMP",
+        usage="ddp-nanguard replay [OPTIONS] DUMP [-- python train.py ...]",
+        description="The step is that of a recipe, or of the training script itself, whose command follows --. "
+        "Exit codes: 0 same, 3 elsewhere, 4 not reproduced, 5 cannot, 2 wrong usage. "
+        "For all ranks: torchrun --nproc-per-node N -m ddp_nanguard replay DUMP, "
+        "or NANGUARD_REPLAY=DUMP torchrun --nproc-per-node N train.py ...",
     )
     add_dump(parser)
     add_replay_source(parser)
+    parser.add_argument("--as-rank", type=index, metavar="N", help="with a command: the rank that the script sees")
     parser.add_argument("--json", action="store_true", help="the outcome as JSON")
     _add_more(parser)
-    parser.set_defaults(command=run_replay)
+    parser.set_defaults(command=run_replay, job=None)
+
+
+def without_job(arguments: list[str]) -> tuple[list[str], list[str] | None]:
+    """The arguments of ``replay``, and the command after ``--``; None where it has none, or another command is run."""
+    if arguments[:1] != ["replay"] or "--" not in arguments:
+        return arguments, None
+    place = arguments.index("--")
+    return arguments[:place], arguments[place + 1 :]
 
 
 def _add_more(parser: argparse.ArgumentParser) -> None:
@@ -64,6 +76,12 @@ def run_replay(options: argparse.Namespace) -> int:
 
     Collective: none in one process; under torchrun as `replay_all_ranks`.
     """
+    if options.job is not None:
+        from .replay_script import replay_script
+
+        return replay_script(options)
+    if options.as_rank is not None:
+        raise DumpError(f"option --as-rank={options.as_rank} is for a script: give its command after --")
     if launcher.world_size() == 1:
         return _replay_alone(options)
     from .replay_ranks import replay_all_ranks
@@ -78,11 +96,10 @@ def run_replay(options: argparse.Namespace) -> int:
 def _replay_alone(options: argparse.Namespace) -> int:
     """Print the plain replay, which decides the exit code; then the trace and the experiments that were asked for."""
     from ddp_nanguard.diagnosis.diagnose import diagnose
+    from ddp_nanguard.diagnosis.trace_text import diagnosis_text
     from ddp_nanguard.replay.outcome import EXIT_CODES, Outcome
+    from ddp_nanguard.replay.outcome_text import outcome_text
     from ddp_nanguard.replay.session import open_session
-
-    from .outcome_text import outcome_text
-    from .trace_text import diagnosis_text
 
     session = open_session(options.dump, options.rank, options.recipe, options.device)
     outcome = session.plain()
@@ -102,7 +119,7 @@ def _replay_alone(options: argparse.Namespace) -> int:
 
 
 def _run_experiments(options: argparse.Namespace, session: Session, found: Diagnosis | None) -> list[ExperimentResult]:
-    from .trace_text import finding_text
+    from ddp_nanguard.diagnosis.trace_text import finding_text
 
     results: list[ExperimentResult] = []
     for result in _experiments(options, session, found):

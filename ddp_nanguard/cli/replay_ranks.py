@@ -10,13 +10,12 @@ import torch
 import torch.distributed as dist
 
 from ddp_nanguard.diagnosis.all_ranks import trace_all_ranks
+from ddp_nanguard.diagnosis.trace_text import diagnosis_text
 from ddp_nanguard.dump.read import Dump, open_dump
 from ddp_nanguard.errors import DumpError
 from ddp_nanguard.replay import launcher
 from ddp_nanguard.replay.outcome import EXIT_CODES, Outcome, Result, first_own_site, not_replayable, why_not_replayable
 from ddp_nanguard.replay.session import Session, device_for, named_recipe
-
-from .trace_text import diagnosis_text
 
 
 def replay_all_ranks(options: argparse.Namespace) -> int:

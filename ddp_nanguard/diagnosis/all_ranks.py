@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from ddp_nanguard.dump.read import Dump
 from ddp_nanguard.replay.outcome import Result
 from ddp_nanguard.replay.session import Session, origin_rank
 from ddp_nanguard.report.types import Phase, Site
@@ -29,17 +30,30 @@ def trace_all_ranks(session: Session, outcome: Result, render: Callable[[Diagnos
     Collective: those of the training step and of a guard, then one gather of a flag and one broadcast of the text on
     the default group; every rank must call it.
     """
-    origin = session.dump.report.origin
-    largest = _largest(session, origin) if origin is not None and origin.phase is Phase.REDUCE else {}
+    return told_by_all_ranks(session.dump, session.rank, traced_diagnosis(session, outcome), render)
+
+
+def told_by_all_ranks(dump: Dump, own_rank: int, found: Diagnosis, render: Callable[[Diagnosis], str]) -> str:
+    """The text of the rank where the fault began, once each rank has traced its own step.
+
+    Args:
+        dump: the dump.
+        own_rank: of this process.
+        found: its own diagnosis.
+        render: makes the text of a diagnosis.
+
+    Collective: one gather of a flag and one broadcast of the text on the default group; every rank must call it.
+    """
+    origin = dump.report.origin
+    largest = _largest(dump, origin) if origin is not None and origin.phase is Phase.REDUCE else {}
     # A reduce has no rank where the fault began; the one that contributed most is traced.
-    named = max(largest, key=largest.__getitem__) if largest else origin_rank(session.dump)
-    found = traced_diagnosis(session, outcome)
+    named = max(largest, key=largest.__getitem__) if largest else origin_rank(dump)
     made_it: list[bool] = [False] * dist.get_world_size()
     dist.all_gather_object(made_it, _made_it(found))
     # On a rank that only received the value, its first event is a collective.
     rank = named if made_it[named] or not any(made_it) else made_it.index(True)
     texts: list[str | None] = [None]
-    if session.rank == rank:
+    if own_rank == rank:
         is_named = origin is not None and origin.rank is not None  # nobody is, where the reduce made the value
         got = f"rank {named} got the value from another rank\n" if is_named and rank != named else ""
         texts = [f"\n{got}rank {rank}: {render(found)}{_reduce_text(found, largest, origin)}"]
@@ -53,9 +67,8 @@ def _made_it(found: Diagnosis) -> bool:
     return first is not None and not is_communication(first.operator)
 
 
-def _largest(session: Session, origin: Site) -> dict[int, float]:
+def _largest(dump: Dump, origin: Site) -> dict[int, float]:
     """Per rank, the largest absolute value before the reduce of the gradient that became non-finite in it."""
-    dump = session.dump
     return largest_gradients({rank: dump.history(rank) for rank in dump.ranks}, origin.slot)
 
 

@@ -62,11 +62,14 @@ def traced_diagnosis(session: Session, outcome: Result) -> Diagnosis:
 
     Collective: those of the training step and of a guard, unless the session is alone.
     """
-    traced = trace_step(session)
+    return diagnosis_of(session.dump, trace_step(session), outcome)
+
+
+def diagnosis_of(dump: Dump, traced: Traced, outcome: Result) -> Diagnosis:
+    """What the rules say of a traced step; nothing is run."""
     if outcome.outcome is Outcome.ELSEWHERE:
         traced.notes.append("the replay went elsewhere than the record: this is the trace of the replay")
-    facts = facts_of(session.dump, traced, outcome)
-    return Diagnosis(outcome, traced, reason_for(facts))
+    return Diagnosis(outcome, traced, reason_for(facts_of(dump, traced, outcome)))
 
 
 def without_replay(dump: Dump, outcome: Result | None, why: str) -> Diagnosis:

@@ -51,6 +51,10 @@ class ExperimentResult:
         return {"text": self.text, "failed": self.failed, **self.details}
 
 
+KEEP_DTYPE = "cannot: sharded parameters keep their dtype"
+OWN_CASTS = "; casts that the step's own code makes are as they were"
+
+
 def in_dtype(session: Session, name: str) -> ExperimentResult:
     """Whether the step stays finite with weights, buffers and floating-point batch items in another precision.
 
@@ -58,40 +62,41 @@ def in_dtype(session: Session, name: str) -> ExperimentResult:
         session: without an obstacle.
         name: a key of `DTYPES`.
     """
-
-    @contextlib.contextmanager
-    def around(rebuilt: Rebuilt, window: list[MicroBatch]) -> Iterator[None]:
-        rebuilt.wrapper.model.to(DTYPES[name])
-        for micro_batch in window:
-            micro_batch.batch = copy_containers(micro_batch.batch, lambda tensor: _cast(tensor, DTYPES[name]))
-        yield
-
     if wrapper_class(session.dump.manifest.wrapper_description.kind).is_sharded:
-        return ExperimentResult(f"--dtype {name}", "cannot: sharded parameters keep their dtype", None)
-    return _changed(session, f"--dtype {name}", around, "; casts that the step's own code makes are as they were")
+        return ExperimentResult(f"--dtype {name}", KEEP_DTYPE, None)
+    return _changed(session, f"--dtype {name}", around_experiment(name), OWN_CASTS)
 
 
 def deterministic(session: Session) -> ExperimentResult:
     """Whether the step also fails with deterministic algorithms."""
-
-    @contextlib.contextmanager
-    def around(_: Rebuilt, __: list[MicroBatch]) -> Iterator[None]:
-        with _deterministic(fill=False):
-            yield
-
-    return _changed(session, "--deterministic", around)
+    return _changed(session, "--deterministic", around_experiment("deterministic"))
 
 
 def poison_memory(session: Session) -> ExperimentResult:
     """Whether the step reads memory that it has not written: uninitialised tensors are filled with NaN."""
+    return _changed(session, "--poison-memory", around_experiment("poison-memory"))
+
+
+def around_experiment(name: str) -> Callable[[Rebuilt, list[MicroBatch]], contextlib.AbstractContextManager[None]]:
+    """What is changed around the step.
+
+    Args:
+        name: a key of `DTYPES`, ``deterministic``, ``poison-memory``, or ``plain`` for nothing.
+    """
 
     @contextlib.contextmanager
-    def around(rebuilt: Rebuilt, _: list[MicroBatch]) -> Iterator[None]:
-        fill_free_memory(rebuilt.device)
-        with _deterministic(fill=True):
+    def around(rebuilt: Rebuilt, window: list[MicroBatch]) -> Iterator[None]:
+        if name in DTYPES:
+            rebuilt.wrapper.model.to(DTYPES[name])
+            for micro_batch in window:
+                micro_batch.batch = copy_containers(micro_batch.batch, lambda tensor: _cast(tensor, DTYPES[name]))
+        if name == "poison-memory":
+            fill_free_memory(rebuilt.device)
+        changed = name in ("deterministic", "poison-memory")
+        with _deterministic(fill=name == "poison-memory") if changed else contextlib.nullcontext():
             yield
 
-    return _changed(session, "--poison-memory", around)
+    return around
 
 
 def fill_free_memory(device: torch.device) -> None:
@@ -119,7 +124,12 @@ def _deterministic(fill: bool) -> Iterator[None]:
 
 def repeat(session: Session, count: int) -> ExperimentResult:
     """How often the step fails in ``count`` runs, and at which sites."""
-    places = Counter(_place(_first(session.run())) for _ in range(count))
+    return repeated([_first(session.run()) for _ in range(count)])
+
+
+def repeated(sites: list[Site | None]) -> ExperimentResult:
+    """What several runs say by the first site of each, None where one was finite."""
+    count, places = len(sites), Counter(map(_place, sites))
     failed = count - places[""]
     text = f"{failed} of {count} runs non-finite"
     if failed:
@@ -132,6 +142,11 @@ def _changed(session: Session, name: str, around: Any, remark: str = "") -> Expe
         site = _first(session.run(around=around))
     except (RuntimeError, TypeError, ValueError) as error:
         return ExperimentResult(name, f"cannot: {type(error).__name__}: {str(error).splitlines()[0]}", None)
+    return changed_result(name, site, remark)
+
+
+def changed_result(name: str, site: Site | None, remark: str = "") -> ExperimentResult:
+    """What an experiment says by the first site of its run, None where that was finite."""
     text = f"the step is finite{remark}" if site is None else f"still fails: {_place(site)}{remark}"
     return ExperimentResult(name, text, site is not None, {"site": site.to_dict() if site is not None else None})
 
@@ -165,11 +180,16 @@ def debug(session: Session, traced: Traced) -> ExperimentResult:
 
     def stop(event: Event, frame: FrameType) -> None:
         if event.order == first.order and event.operator == first.operator:
-            stopped.append(_interact(user_frame(frame), event))
+            stopped.append(stop_at_operator(event, frame))
 
     trace_step(session, stop)
     text = stopped[0] if stopped else "this run did not come to the operator of the first one"
     return ExperimentResult("--pdb", text, None)
+
+
+def stop_at_operator(event: Event, frame: FrameType) -> str:
+    """Open pdb in the user's frame above ``frame``; what came of it, in words."""
+    return _interact(user_frame(frame), event)
 
 
 def _interact(frame: FrameType | None, event: Event) -> str:

@@ -27,6 +27,7 @@ class RankGroup:
         group: whose ranks step together; None for the whole world.
         timeout_s: how long a peer is waited for on the fault path.
         device: of the model.
+        alone: there are no peers, whatever process group there is: the replay of one rank.
 
     Attributes:
         members: global ranks, in the group's order.
@@ -37,8 +38,10 @@ class RankGroup:
     Collective: construction creates a gloo group over ``group``; every rank of it must construct.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout_s: float, device: torch.device) -> None:
-        self.connected = dist.is_available() and dist.is_initialized()
+    def __init__(
+        self, group: dist.ProcessGroup | None, timeout_s: float, device: torch.device, alone: bool = False
+    ) -> None:
+        self.connected = not alone and dist.is_available() and dist.is_initialized()
         self.timeout_s = timeout_s
         self.group = group
         self.rank = dist.get_rank() if self.connected else 0

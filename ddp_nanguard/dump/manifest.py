@@ -128,7 +128,7 @@ def manifest_of(request: DumpRequest) -> Manifest:
     return Manifest(
         report=request.report,
         created=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        run=Run(request.run_id, tuple(request.argv), request.recipe_directory),
+        run=_run(request),
         wrapper_description=request.wrapper,
         options=request.config,
         recipe=request.recipe,
@@ -136,6 +136,17 @@ def manifest_of(request: DumpRequest) -> Manifest:
         settings=settings(),
         aliases=request.aliases,
         shapes=request.shapes,
+    )
+
+
+def _run(request: DumpRequest) -> Run:
+    return Run(
+        id=request.run_id,
+        argv=tuple(request.argv),
+        recipe_directory=request.recipe_directory,
+        command=tuple(request.command),
+        directory=request.directory,
+        launcher=dict(request.launcher),
     )
 
 

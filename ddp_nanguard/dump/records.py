@@ -8,12 +8,13 @@ dump in ``tests/golden``.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from ddp_nanguard.config import GuardConfig
 from ddp_nanguard.errors import DumpError
+from ddp_nanguard.report.command_text import script_text
 from ddp_nanguard.report.text import replay_lacks
 from ddp_nanguard.report.types import FaultReport, Natural, Rank, Rule, Shape
 
@@ -33,6 +34,13 @@ NumThreads = Annotated[
 
 Line = Annotated[str, Rule(lambda text: len(text.splitlines()) <= 1, "one line of text")]
 """A text that error messages repeat, which are one line themselves."""
+
+Word = Annotated[str, Rule(str.isprintable, "printable text")]
+"""A word of a command that is shown to be copied."""
+
+LauncherNumber = Annotated[
+    str, Rule(lambda text: text == "set" or (text.isdigit() and 0 < int(text) < 2**31), "a number of ranks, or set")
+]
 
 _R = TypeVar("_R")
 
@@ -69,13 +77,20 @@ class Run:
 
     Attributes:
         id: the same on all ranks of a run and on no others; it identifies parts of one dump on several nodes.
-        argv: its command line.
+        argv: its command line, as the script saw it.
         recipe_directory: where the module of the recipe lay; None without a recipe.
+        command: program and arguments that start the script again; empty where none do.
+        directory: the working directory.
+        launcher: numbers that the launcher had set, and ``TORCHELASTIC_RUN_ID`` where it was torchrun; from a fixed
+            list of names.
     """
 
     id: str = ""
     argv: tuple[str, ...] = ()
     recipe_directory: str | None = None
+    command: tuple[Word, ...] = ()
+    directory: str = ""
+    launcher: dict[str, LauncherNumber] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -170,7 +185,13 @@ class Manifest:
     @property
     def replay_lacks(self) -> str | None:
         """What the training must be given so that its dumps can be replayed; None where nothing is missing."""
-        return replay_lacks(self.recipe, redact=self.options.redact, dump_weights=self.options.dump_weights)
+        options = self.options
+        return replay_lacks(self.recipe, self.script, redact=options.redact, dump_weights=options.dump_weights)
+
+    @property
+    def script(self) -> str:
+        """The command that a replay runs, in a shell's words; "" where a recipe makes it needless."""
+        return script_text(self.run.command) if self.recipe is None else ""
 
     @property
     def weights_problem(self) -> str | None:

@@ -51,6 +51,7 @@ class DumpRequest:
             directory.
         argv: command line of the run.
         recipe_directory: where the module of the recipe lies; None without a recipe.
+        command, directory, launcher: what starts the script again, see `Run`.
     """
 
     report: FaultReport
@@ -76,6 +77,9 @@ class DumpRequest:
     run_id: str = ""
     argv: tuple[str, ...] = ()
     recipe_directory: str | None = None
+    command: tuple[str, ...] = ()
+    directory: str = ""
+    launcher: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ddp_nanguard.blame.inspect import RankFindings
 from ddp_nanguard.blame.report import not_checked
+from ddp_nanguard.capture.command import command, launcher_variables
 from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.capture.window import MicroBatch
 from ddp_nanguard.context import GuardContext
@@ -79,6 +80,9 @@ def dump_request(context: GuardContext, record: StepRecord, findings: RankFindin
         run_id=run_id(),
         argv=tuple(sys.argv),
         recipe_directory=context.recipe_directory,
+        command=command(),
+        directory=os.getcwd(),
+        launcher=launcher_variables(),
     )
 
 

@@ -14,6 +14,7 @@ import torch
 
 from ddp_nanguard.blame.inspect import RankFindings, rescan
 from ddp_nanguard.blame.triage import Decision, Judgement, Triage
+from ddp_nanguard.capture.command import command
 from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.context import GuardContext
 from ddp_nanguard.distributed.exit import exit_process
@@ -21,6 +22,7 @@ from ddp_nanguard.dump.manifest import amend_report
 from ddp_nanguard.dump.write import write_dump
 from ddp_nanguard.errors import DumpError, NonFiniteError
 from ddp_nanguard.probes.severity import Severity
+from ddp_nanguard.report.command_text import script_text
 from ddp_nanguard.report.messages import log_line, looked_line
 from ddp_nanguard.report.text import error_text, replay_lacks
 from ddp_nanguard.report.types import FaultReport, Phase
@@ -172,8 +174,13 @@ class FaultPolicy:
         context, config = self.context, self.context.config
         if isinstance(record.scaler, ScalerSnapshot):  # the scaler has been updated since
             record.scaler.restore()
-        lacks = replay_lacks(context.recipe, redact=config.redact, dump_weights=config.dump_weights)
-        raise NonFiniteError(error_text(report, lacks), report, config.exit_code, context.ranks.barrier)
+        raise NonFiniteError(self._text(report), report, config.exit_code, context.ranks.barrier)
+
+    def _text(self, report: FaultReport) -> str:
+        context, config = self.context, self.context.config
+        script = script_text(command()) if context.recipe is None else ""
+        lacks = replay_lacks(context.recipe, script, redact=config.redact, dump_weights=config.dump_weights)
+        return error_text(report, lacks, script)
 
     def _undone(self, report: FaultReport) -> StepRecord | None:
         """The step whose update is to be undone; None where it was not the update, or there is no copy."""
@@ -254,8 +261,7 @@ class FaultPolicy:
         """Peers are gone, and this rank's main thread waits for them in the second look: end the process."""
         self._amend(report)
         config = self.context.config
-        lacks = replay_lacks(self.context.recipe, redact=config.redact, dump_weights=config.dump_weights)
-        sys.stderr.write(f"{NonFiniteError.__name__}: {error_text(report, lacks)}\n")
+        sys.stderr.write(f"{NonFiniteError.__name__}: {self._text(report)}\n")
         exit_process(config.exit_code)
 
     # -- without peers -----------------------------------------------------------------------------------------------

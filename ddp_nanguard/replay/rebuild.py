@@ -1,4 +1,4 @@
-"""Rebuilds model, optimizers, scaler and settings of a dumped step."""
+"""Rebuilds model, optimizers, scaler and settings of a dumped step, or lays their state into those of a script."""
 
 from __future__ import annotations
 
@@ -84,38 +84,54 @@ def rebuild(
     require_matching_parameters(dump, recipe.model)
     model = _wrapped(dump, recipe, device, alone, group)
     wrapper = wrapper_of(model)
-    _fill_weights(dump, rank, wrapper)
-    _fill_buffers(dump, rank, wrapper)
-    _set_modes(dump, rank, wrapper)
+    lay_in_model(dump, rank, wrapper)
     optimizers = _optimizers(dump, rank, recipe, wrapper)
     return Rebuilt(dump, rank, recipe, wrapper, optimizers, _scaler(dump, wrapper, device), device, group)
 
 
-def require_matching_parameters(dump: Dump, model: nn.Module) -> None:
-    """Check that the recipe builds the model of the run: same parameter names and shapes.
+def lay_in_model(dump: Dump, rank: int, wrapper: Wrapper) -> None:
+    """Give a wrapped model the weights, buffers and modes that the rank had.
+
+    Raises:
+        DumpError: weights are missing.
+    """
+    _fill_weights(dump, rank, wrapper)
+    lay_in_buffers(dump, rank, wrapper)
+
+
+def lay_in_buffers(dump: Dump, rank: int, wrapper: Wrapper) -> None:
+    """Give a wrapped model the buffers and modes that the rank had before the step."""
+    _fill_buffers(dump, rank, wrapper)
+    _set_modes(dump, rank, wrapper)
+
+
+def require_matching_parameters(dump: Dump, model: nn.Module, source: str = "recipe", remedy: str = "recipe") -> None:
+    """Check that the model is that of the run: same parameter names and shapes.
+
+    Args:
+        dump: the dump.
+        model: plain or wrapped.
+        source: what has built it, for the error.
+        remedy: what is to be given, for the error.
 
     Raises:
         DumpError: names the first parameter that does not match.
     """
+    again = f"give the {remedy} of that run"
     recorded = {
         name.removeprefix("model."): tuple(entry.shape)
         for name, entry in dump.manifest.shapes.items()
         if name.startswith("model.")
     }
-    built = {name: tuple(parameter.shape) for name, parameter in wrapper_of(model).named_parameters()}
+    built = {name: shape for name, (shape, _) in wrapper_of(model).all_shapes().items()}
     for name, shape in recorded.items():
         if name not in built:
-            raise DumpError(f"the recipe's model has no parameter {name!r}, the dump has; give the recipe of that run")
+            raise DumpError(f"the {source}'s model has no parameter {name!r}, the dump has; {again}")
         if built[name] != shape:
-            raise DumpError(
-                f"the recipe's parameter {name!r} has shape {built[name]}, the dump's {shape}; "
-                "give the recipe of that run"
-            )
+            raise DumpError(f"the {source}'s parameter {name!r} has shape {built[name]}, the dump's {shape}; {again}")
     extra = sorted(built.keys() - recorded.keys())
     if extra and recorded:
-        raise DumpError(
-            f"the recipe's model has a parameter {extra[0]!r}, the dump has not; give the recipe of that run"
-        )
+        raise DumpError(f"the {source}'s model has a parameter {extra[0]!r}, the dump has not; {again}")
 
 
 def _wrapped(
@@ -195,12 +211,60 @@ def _optimizer(
     make = recipe.optimizer if recipe.optimizer is not None and index == 0 else _stand_in
     # torch refuses an optimizer without parameters.
     optimizer = make(held or list(parameters.values()))
+    _lay_in_optimizer(dump, rank, wrapper, index, optimizer, plain)
+    return optimizer
+
+
+def lay_in_optimizers(dump: Dump, rank: int, wrapper: Wrapper, optimizers: list[torch.optim.Optimizer]) -> None:
+    """Give optimizers that exist the groups, numbers and state that those of the rank had.
+
+    Raises:
+        DumpError: their number differs, or what was recorded does not fit.
+    """
+    recorded = dump.plain_state()["optimizers"]
+    if len(recorded) != len(optimizers):
+        raise DumpError(
+            f"the script's guard has {len(optimizers)} optimizers, the dump {len(recorded)}; "
+            "give the command of that run"
+        )
+    for index, (optimizer, plain) in enumerate(zip(optimizers, recorded, strict=True)):
+        _lay_in_optimizer(dump, rank, wrapper, index, optimizer, plain)
+
+
+def own_numbers(dump: Dump, optimizers: list[torch.optim.Optimizer]) -> list[str]:
+    """Where a script's optimizers were made with other numbers than the dump's: those of the dump are used.
+
+    ``lr`` is left out: schedules change it in each step.
+    """
+    found = []
+    for optimizer, plain in zip(optimizers, dump.plain_state()["optimizers"], strict=False):
+        for index, (own, then) in enumerate(zip(optimizer.param_groups, plain["groups"], strict=False)):
+            name = f"{type(optimizer).__name__}, group {index}"
+            numbers = {key: value for key, value in then.items() if isinstance(value, float) and key in own}
+            found += [
+                f"{name}: {key}={own[key]!r} in the script, {value!r} in the dump and in this replay"
+                for key, value in numbers.items()
+                if key not in ("lr", "initial_lr") and own[key] != value
+            ]
+    return found
+
+
+def lay_in_numbers(dump: Dump, rank: int, optimizers: list[torch.optim.Optimizer]) -> None:
+    """Set the hyper-parameters that the rank had, which a script may compute from its own count of steps."""
+    for index, optimizer in enumerate(optimizers):
+        _set_own_numbers(dump, rank, index, optimizer)
+
+
+def _lay_in_optimizer(
+    dump: Dump, rank: int, wrapper: Wrapper, index: int, optimizer: torch.optim.Optimizer, plain: dict[str, Any]
+) -> None:
+    parameters = dict(wrapper.named_parameters())
+    names = [[name for name in group["params"] if name in parameters] for group in plain["groups"]]
     with _as_recorded(dump, f"optimizers[{index}]"):
         _regroup(optimizer, plain, names, parameters)
         _set_own_numbers(dump, rank, index, optimizer)
         if dump.manifest.options.dump_optimizer:
             _fill_state(dump, rank, wrapper, index, optimizer, plain)
-    return optimizer
 
 
 @contextlib.contextmanager
@@ -229,10 +293,14 @@ def _regroup(
     parameters: dict[str, nn.Parameter],
 ) -> None:
     defaults = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    held = list(optimizer.param_groups)
     groups = []
-    for group, group_names in zip(plain["groups"], names, strict=True):
+    for index, (group, group_names) in enumerate(zip(plain["groups"], names, strict=True)):
         values = {key: value for key, value in group.items() if key != "params"}
-        groups.append({**defaults, **values, "params": [parameters[name] for name in group_names]})
+        # the dict stays the same one where there is one: a schedule of the script may hold it
+        own = held[index] if index < len(held) else {}
+        own |= {**defaults, **own, **values, "params": [parameters[name] for name in group_names]}
+        groups.append(own)
     optimizer.param_groups[:] = groups
 
 
@@ -317,6 +385,21 @@ def _scaler_like(state: dict[str, Any], wrapper: Wrapper, device: torch.device) 
     scaler = wrapper.scaler_class()(device=device.type, init_scale=state["scale"])
     scaler.load_state_dict(copy.deepcopy(state))
     return scaler
+
+
+def lay_in_scaler(dump: Dump, scaler: GradScaler | None) -> None:
+    """Give a scaler the scale and counters that the job's had.
+
+    Raises:
+        DumpError: one of both has a scaler and the other has none.
+    """
+    state = dump.plain_state()["scaler"]
+    if bool(state) != (scaler is not None):
+        here, then = ("no scaler", "has one") if state else ("a scaler", "has none")
+        raise DumpError(f"the script's guard has {here}, the dump {then}; give the command of that run")
+    if scaler is not None:
+        with _as_recorded(dump, "scaler"):
+            scaler.load_state_dict(copy.deepcopy(state))
 
 
 def recorded_gradients(rebuilt: Rebuilt) -> Iterator[tuple[nn.Parameter, list[TensorShard], Tensor]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,7 +54,7 @@ class StepResult:
     notes: list[str] = field(default_factory=list)
 
 
-class _Collector:
+class Collector:
     """A `VerdictHandler` that records what a verdict means instead of acting on it.
 
     Attributes:
@@ -90,12 +90,12 @@ class _Collector:
 
 
 @dataclass
-class _Run:
+class Run:
     """One step of a rebuilt job under a monitor of its own."""
 
     rebuilt: Rebuilt
     context: GuardContext
-    collector: _Collector
+    collector: Collector
     monitor: StepMonitor
     notes: list[str] = field(default_factory=list)
 
@@ -113,15 +113,31 @@ def run_step(rebuilt: Rebuilt, micro_batches: list[MicroBatch], alone: bool) -> 
 
     Collective: those of the training step and of a guard; every rank calls it, unless ``alone``.
     """
-    with _monitored(rebuilt) as run:
+    with monitored(rebuilt) as run:
         return _result(run, micro_batches, alone)
 
 
 @contextlib.contextmanager
-def _monitored(rebuilt: Rebuilt) -> Iterator[_Run]:
-    context = _context(rebuilt)
-    collector = _Collector(context)
-    run = _Run(rebuilt, context, collector, StepMonitor(context, collector))
+def monitored(
+    rebuilt: Rebuilt,
+    make_monitor: Callable[[GuardContext, Collector], StepMonitor] = StepMonitor,
+    answers_alone: bool = False,
+) -> Iterator[Run]:
+    """The step under a monitor of its own, with the options and the injected faults that were recorded.
+
+    Args:
+        rebuilt: model, optimizers and scaler.
+        make_monitor: builds the monitor.
+        answers_alone: no collective of a guard is issued, whatever process group there is.
+
+    Raises:
+        DumpError: the recorded options or injected faults do not fit the model.
+
+    Collective: those of building a guard, unless ``answers_alone``.
+    """
+    context = _context(rebuilt, answers_alone)
+    collector = Collector(context)
+    run = Run(rebuilt, context, collector, make_monitor(context, collector))
     model, root = context.wrapper.model, context.wrapper.root
     run.monitor.attach()
     follow_counter(model, run.monitor.counter, None, rebuilt.rank)
@@ -137,7 +153,7 @@ def _monitored(rebuilt: Rebuilt) -> Iterator[_Run]:
         context.close()
 
 
-def _context(rebuilt: Rebuilt) -> GuardContext:
+def _context(rebuilt: Rebuilt, answers_alone: bool) -> GuardContext:
     """The guard context of the run, with the recorded options as far as they decide what is inspected."""
     dump = rebuilt.dump
     options: dict[str, Any] = {name: getattr(dump.manifest.options, name) for name in _KEPT_OPTIONS}
@@ -148,7 +164,13 @@ def _context(rebuilt: Rebuilt) -> GuardContext:
         # Environment variables of this process are not those of the recorded run.
         with environment_ignored():
             context = build_context(
-                rebuilt.wrapper.model, rebuilt.optimizers, rebuilt.scaler, None, rebuilt.group, options
+                rebuilt.wrapper.model,
+                rebuilt.optimizers,
+                rebuilt.scaler,
+                None,
+                rebuilt.group,
+                options,
+                answers_alone=answers_alone,
             )
     except ValueError as error:
         what = str(error).splitlines()[0]
@@ -174,24 +196,29 @@ def _reinjected(rebuilt: Rebuilt) -> tuple[list[Injection], list[str]]:
         ) from None
 
 
-def _result(run: _Run, micro_batches: list[MicroBatch], alone: bool) -> StepResult:
+def _result(run: Run, micro_batches: list[MicroBatch], alone: bool) -> StepResult:
     losses = _forward_backward(run, micro_batches)
     run.monitor.check()
     # The update runs only if the window is clean: in training it would not have been reached otherwise.
     recorded = run.rebuilt.dump.report.origin
-    if run.collector.fault is None and _is_update(recorded) and run.rebuilt.recipe.optimizer is not None:
+    if run.collector.fault is None and is_update(recorded) and run.rebuilt.recipe.optimizer is not None:
         _update(run, alone)
+    return gathered(run, losses)
+
+
+def gathered(run: Run, losses: dict[tuple[int, str], Tensor]) -> StepResult:
+    """What the step gave, once its verdict was read; ``losses`` by (micro-batch, name)."""
     report, fault = run.collector.report, run.collector.fault
     # A clean step has moved its slots to the history; those of a fault are in the findings.
     slot_stats = _slots_of_clean_step(run.context)
-    if fault is not None and fault.findings is not None and report is not None and not _is_update(report.origin):
+    if fault is not None and fault.findings is not None and report is not None and not is_update(report.origin):
         slot_stats = fault.findings.slot_stats
     slots = dict(keyed_slots(slot_stats))
     sites = [ranked.site for ranked in fault.findings.sites] if fault is not None and fault.findings is not None else []
     return StepResult(report, sites, slots, losses, list(dict.fromkeys(run.notes)))
 
 
-def _forward_backward(run: _Run, micro_batches: list[MicroBatch]) -> dict[tuple[int, str], Tensor]:
+def _forward_backward(run: Run, micro_batches: list[MicroBatch]) -> dict[tuple[int, str], Tensor]:
     """Run all micro-batches, each with its random state and its sync flag; the losses by (micro-batch, name)."""
     rebuilt, losses = run.rebuilt, dict[tuple[int, str], Tensor]()
     synced = set(rebuilt.dump.evidence(rebuilt.rank).reduced_micro_batches)
@@ -211,7 +238,7 @@ def _slots_of_clean_step(context: GuardContext) -> list[SlotStats]:
     return past[0].slot_stats() if past else []
 
 
-def _micro_step(run: _Run, batch: Any, names: list[str]) -> None:
+def _micro_step(run: Run, batch: Any, names: list[str]) -> None:
     rebuilt = run.rebuilt
     losses = rebuilt.recipe.step(rebuilt.wrapper.model, batch)
     for name, value in named_losses(_named_as_recorded(losses, names)):
@@ -242,20 +269,25 @@ def _sync(rebuilt: Rebuilt, synced: bool) -> contextlib.AbstractContextManager[A
     return contextlib.nullcontext()
 
 
-def _is_update(origin: Site | None) -> bool:
+def is_update(origin: Site | None) -> bool:
+    """Whether the update itself made the weights non-finite, so that a replay runs it too."""
     return origin is not None and origin.phase is Phase.OPTIMIZER and origin.layer is not None
 
 
-def _update(run: _Run, alone: bool) -> None:
+def _update(run: Run, alone: bool) -> None:
     """Run the update and judge the weights after it.
 
     Alone, the gradients are the recorded ones: this rank's own are those from before the reduce.
     """
-    rebuilt = run.rebuilt
-    for parameter, shards, gradient in list(recorded_gradients(rebuilt)):
-        if alone or not dist.is_initialized():
-            fill_shards(rebuilt, shards)
-            parameter.grad = gradient
-    for optimizer in rebuilt.optimizers:
+    if alone or not dist.is_initialized():
+        lay_in_gradients(run.rebuilt)
+    for optimizer in run.rebuilt.optimizers:
         optimizer.step()
     run.monitor.check()
+
+
+def lay_in_gradients(rebuilt: Rebuilt) -> None:
+    """Give the parameters the gradients that the recorded update used."""
+    for parameter, shards, gradient in list(recorded_gradients(rebuilt)):
+        fill_shards(rebuilt, shards)
+        parameter.grad = gradient

@@ -190,7 +190,8 @@ def named_recipe(dump: Dump, given: str | None) -> Recipe:
     name = given or dump.manifest.recipe
     if name is None:
         raise DumpError(
-            f"{dump.path} names no recipe; give --recipe module:function (a function that returns a Recipe)"
+            f"{dump.path} names no recipe; give --recipe module:function (a function that returns a Recipe), or the "
+            f"command of the run: ddp-nanguard replay {dump.path} -- {dump.manifest.script or 'python train.py'}"
         )
     if launcher.rank() == 0:
         print(f"recipe {name} (its code is imported now)", file=sys.stderr)

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
+from .command_text import replay_all_text, replay_text
 from .messages import seen, what, where
 from .types import Evidence, FaultReport, Phase, Site
 from .wording import listed, plural
@@ -18,17 +19,19 @@ LABEL_WIDTH = 10
 MAX_SITES_SHOWN = 8
 MAX_NAMES_SHOWN = 6
 
+_NO_RECIPE = "none given; replay needs --recipe module:function"
 _BOLD, _RED, _DIM, _PLAIN = "\x1b[1m", "\x1b[31m", "\x1b[2m", "\x1b[0m"
 
 
 # -- the rows ----------------------------------------------------------------------------------------------------------
 
 
-def replay_lacks(recipe: str | None, *, redact: bool, dump_weights: bool) -> str | None:
+def replay_lacks(recipe: str | None, script: str = "", *, redact: bool, dump_weights: bool) -> str | None:
     """What the next training must be given so that its dump can be replayed; None where nothing is missing.
 
     Args:
         recipe: its name, None where none was given.
+        script: the command of the run, "" where there is none that could be run again.
         redact: the option: whether batches are left out of dumps.
         dump_weights: the option: whether weights are in dumps.
     """
@@ -36,10 +39,10 @@ def replay_lacks(recipe: str | None, *, redact: bool, dump_weights: bool) -> str
         return "train with redact=False"
     if not dump_weights:
         return "train with dump_weights=True"
-    return 'give replay="module:function"' if recipe is None else None
+    return 'give replay="module:function"' if recipe is None and not script else None
 
 
-def fault_rows(report: FaultReport, lacks: str | None) -> list[tuple[str, str]]:
+def fault_rows(report: FaultReport, lacks: str | None, script: str = "") -> list[tuple[str, str]]:
     """What is known of a fault, as (label, text): evidence, cause, state of the job, notes, the next command.
 
     Rows without a text are left out.
@@ -47,6 +50,7 @@ def fault_rows(report: FaultReport, lacks: str | None) -> list[tuple[str, str]]:
     Args:
         report: of the fault.
         lacks: what a replay of the dump lacks, see `replay_lacks`.
+        script: the command that a replay runs, "" where it runs a recipe.
     """
     rows = [
         ("evidence", f"{_seen(report)}{_affected(report)}"),
@@ -55,7 +59,7 @@ def fault_rows(report: FaultReport, lacks: str | None) -> list[tuple[str, str]]:
         ("again", report.second_look.text if report.second_look is not None else ""),
         ("state", _state(report)),
         *(("note", note) for note in report.notes),
-        ("next", _next_command(report, lacks) if report.dump_path else ""),
+        ("next", _next_command(report, lacks, script) if report.dump_path else ""),
     ]
     return [(label, text) for label, text in rows if text]
 
@@ -128,26 +132,26 @@ def _state(report: FaultReport) -> str:
     return f"{ranks} stopped before the update; {before}"
 
 
-def _next_command(report: FaultReport, lacks: str | None) -> str:
+def _next_command(report: FaultReport, lacks: str | None, script: str) -> str:
     """The command that helps most with this fault: a replay where one is possible, else ``show``."""
-    origin, dump = report.origin, report.dump_path
+    origin, dump = report.origin, str(report.dump_path)
     if origin is not None and origin.phase is Phase.REDUCE and lacks is None and report.world_size > 1:
         # only communication brings the value, so a replay of one rank alone cannot show it
-        return f"torchrun --nproc-per-node {report.world_size} -m ddp_nanguard replay {dump} --trace"
+        return replay_all_text(dump, script, report.world_size)
     is_update = origin is not None and origin.phase is Phase.OPTIMIZER and origin.layer is not None
     if is_update and report.nonfinite_state:
         return f"ddp-nanguard show {dump}; to replay an update, train with keep_previous=True"
     if lacks is not None:
         return f"ddp-nanguard show {dump}; to replay, {lacks}"
-    return f"ddp-nanguard replay {dump} --trace"
+    return replay_text(dump, script)
 
 
 # -- the error ---------------------------------------------------------------------------------------------------------
 
 
-def error_text(report: FaultReport, lacks: str | None = None) -> str:
+def error_text(report: FaultReport, lacks: str | None = None, script: str = "") -> str:
     """The text of `NonFiniteError`: what and where, evidence, state of the job, the next command."""
-    rows = [f"  {label + ':':<{LABEL_WIDTH}}{text}" for label, text in fault_rows(report, lacks)]
+    rows = [f"  {label + ':':<{LABEL_WIDTH}}{text}" for label, text in fault_rows(report, lacks, script)]
     return "\n".join([": ".join(headline(report)), *rows])
 
 
@@ -164,6 +168,10 @@ class Holdings(Protocol):
     @property
     def recipe(self) -> str | None:
         """The recipe as ``module:function``; None where none was given."""
+
+    @property
+    def script(self) -> str:
+        """The command that a replay runs, "" where it runs a recipe."""
 
     @property
     def replay_lacks(self) -> str | None:
@@ -204,7 +212,8 @@ def report_text(report: FaultReport, manifest: Holdings | None = None, *, color:
     """
     where_text, what_text = headline(report)
     # the next command comes last and alone, so that a person finds it without reading the rest
-    *rows, last = fault_rows(report, None if manifest is None else manifest.replay_lacks) or [("", "")]
+    lacks, script = (None, "") if manifest is None else (manifest.replay_lacks, manifest.script)
+    *rows, last = fault_rows(report, lacks, script) or [("", "")]
     if last[0] != "next":
         rows, last = [*rows, last], ("", "")
     lines = [where_text, f"  {what_text}", ""]
@@ -263,7 +272,7 @@ def _about_dump(report: FaultReport, manifest: Holdings) -> list[str]:
     lines += _row("holds", f"{_ranks_text(present, report.world_size)}; {_weights(manifest)}; {size}")
     lines += _row("written", manifest.created)
     lines += _row("run", f"{report.wrapper} on {plural(report.world_size, 'rank')}; {_versions(manifest)}")
-    lines += _row("recipe", manifest.recipe or "none given; replay needs --recipe module:function")
+    lines += _row("recipe", manifest.recipe or ("the script" if manifest.script else _NO_RECIPE))
     for problem in manifest.problems:
         lines += _row("problem", problem)
     return lines

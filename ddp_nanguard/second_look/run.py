@@ -146,7 +146,8 @@ class StepAgain:
                 monitor.watch_loss(name, value)
         if watcher is not None:
             name = "loss" if call.is_step else "the model's output"
-            watcher.end({f"{name}{index or ''}": tensor for index, tensor in enumerate(tensors_in(output))})
+            for index, tensor in enumerate(tensors_in(output)):
+                watcher.keep_loss(f"{name}{index or ''}", tensor)
         found = [t for t in tensors_in(output) if t.grad_fn is not None and (t.is_floating_point() or t.is_complex())]
         if len(found) != call.num_outputs:
             raise RuntimeError(f"the model gave {len(found)} outputs with a graph, and {call.num_outputs} in training")

@@ -29,14 +29,14 @@ FLOORS = (
     ("replay",),
     ("diagnosis",),
     ("second_look",),
-    ("fault",),
+    ("fault", "script"),
     ("guard",),
     ("testing", "cli"),
     ("__init__", "__main__"),
 )
 """Rooms: folders, and modules of the root. One imports from the floors below it, and from nowhere else."""
 WITHOUT_COMMUNICATION = {"report", "errors", "config", "hooks"}
-MAY_TOUCH_FILES = {"dump", "cli", "replay"}
+MAY_TOUCH_FILES = {"dump", "cli", "replay", "script"}
 MAX_ROOT_MODULES = 12
 
 

@@ -136,7 +136,8 @@ class Watcher:
         def watched_step(model: Any, batch: Any) -> Any:
             self.begin(batch)
             losses = step(model, batch)
-            self.end(dict(losses) if isinstance(losses, dict) else {"loss": losses})
+            for name, loss in (losses if isinstance(losses, dict) else {"loss": losses}).items():
+                self.keep_loss(name, loss)
             return losses
 
         return watched_step
@@ -194,7 +195,7 @@ class Watcher:
         return self._trace.num_operators
 
     def begin(self, batch: Any) -> None:
-        """A micro-batch begins."""
+        """A micro-batch begins, with this batch."""
         self._look_at_gradients()
         self._modules.begin_micro_batch()
         size = batch_size(batch)
@@ -206,9 +207,10 @@ class Watcher:
         for name, array in batch_arrays(batch).items():
             self._trace.memory.name_address(array, name)
 
-    def end(self, losses: dict[str, Tensor]) -> None:
-        """The forward of the micro-batch has ended: its losses, or what stands for them, by name."""
-        self._seen[-1].losses.update(losses)
+    def keep_loss(self, name: str, loss: Tensor) -> None:
+        """A loss of the micro-batch that has begun last, or what stands for one; kept with its graph."""
+        if self._seen:
+            self._seen[-1].losses[name] = loss
 
     def _look_at_gradients(self) -> None:
         """Record which operators made the bad gradients of the micro-batch that has just ended."""

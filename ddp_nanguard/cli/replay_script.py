@@ -1,0 +1,147 @@
+"""``ddp-nanguard replay DUMP -- COMMAND``: the training script itself runs the step, in processes of its own."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from ddp_nanguard.diagnosis.experiments import KEEP_DTYPE, OWN_CASTS, ExperimentResult, changed_result, repeated
+from ddp_nanguard.diagnosis.trace_text import finding_text
+from ddp_nanguard.dump.read import Dump, open_dump
+from ddp_nanguard.errors import DumpError
+from ddp_nanguard.replay.outcome import EXIT_CODES, Outcome, first_own_site, not_replayable, why_not_replayable
+from ddp_nanguard.replay.outcome_text import outcome_text
+from ddp_nanguard.replay.session import origin_rank
+from ddp_nanguard.report.types import Site
+from ddp_nanguard.script.launch import Ended, run_script, world_size_of
+from ddp_nanguard.script.request import ReplayRequest
+from ddp_nanguard.wrappers import wrapper_class
+
+
+def replay_script(options: argparse.Namespace) -> int:
+    """Run the command as one rank of the dump, and again for each experiment. Returns the exit code.
+
+    Raises:
+        DumpError: the dump or an option cannot be used.
+    """
+    _require_fitting(options)
+    dump = open_dump(options.dump)
+    rank = options.rank if options.rank is not None else origin_rank(dump)
+    dump.evidence(rank)  # raises where the dump has no such rank
+    reason = why_not_replayable(dump, alone=True)
+    if reason is not None:
+        return _tell_cannot(options, dump, rank, reason)
+    runs = _Runs(dump, rank, options)
+    ended = runs.run(trace=options.trace or options.pdb)
+    if ended.data is None:
+        return _tell_cannot(options, dump, rank, _no_guard(ended))
+    code = int(ended.data.pop("exit_code"))
+    results = [] if code == EXIT_CODES[Outcome.CANNOT] else list(_told(options, runs.experiments(ended.data)))
+    if options.json:
+        experiments = {result.name: result.to_dict() for result in results}
+        print(json.dumps({**ended.data, **({"experiments": experiments} if results else {})}))
+    return code
+
+
+def _require_fitting(options: argparse.Namespace) -> None:
+    if not options.job:
+        raise DumpError("no command after --; give that of the run, such as: -- python train.py")
+    if options.recipe is not None:
+        raise DumpError(f"option --recipe={options.recipe}: the command after -- is the recipe; leave one of both out")
+    if options.device is not None:
+        raise DumpError(f"option --device={options.device} is for a recipe; the script chooses its device itself")
+    if options.minimize:
+        raise DumpError("option --minimize runs the step hundreds of times: it needs a recipe (--recipe)")
+
+
+def _tell_cannot(options: argparse.Namespace, dump: Dump, rank: int, reason: str) -> int:
+    result = not_replayable(rank, first_own_site(dump, rank, alone=True), reason)
+    print(json.dumps(result.to_dict()) if options.json else outcome_text(result), end="\n" if options.json else "")
+    return EXIT_CODES[Outcome.CANNOT]
+
+
+def _no_guard(ended: Ended) -> str:
+    how = "normally" if ended.code == 0 else f"with code {ended.code}, see its own message"
+    return f"the command ended {how}, before it came to a line that makes NanGuard(...)"
+
+
+def _told(options: argparse.Namespace, results: Iterator[ExperimentResult]) -> Iterator[ExperimentResult]:
+    for number, result in enumerate(results):
+        if not options.json:
+            print(("" if number else "\n") + finding_text(result), end="", flush=True)
+        yield result
+
+
+@dataclasses.dataclass
+class _Runs:
+    """Runs of one script."""
+
+    dump: Dump
+    rank: int
+    options: argparse.Namespace
+
+    def run(self, **asked: Any) -> Ended:
+        """One run of the command."""
+        request = ReplayRequest(
+            paths=tuple(str(path.absolute()) for path in self.dump.paths),
+            rank=self.rank,
+            as_rank=self.rank if self.options.as_rank is None else self.options.as_rank,
+            world_size=world_size_of(self.dump),
+            **asked,
+        )
+        return run_script(self.dump, request, self.options.job, quiet=self.options.json)
+
+    def experiments(self, data: dict[str, Any]) -> Iterator[ExperimentResult]:
+        """Those that were asked for, each in runs of its own.
+
+        Args:
+            data: of the first run, with its trace for ``--pdb``.
+        """
+        options = self.options
+        if options.dtype:
+            is_sharded = wrapper_class(self.dump.manifest.wrapper_description.kind).is_sharded
+            name = f"--dtype {options.dtype}"
+            yield (
+                ExperimentResult(name, KEEP_DTYPE, None)
+                if is_sharded
+                else self._changed(name, options.dtype, OWN_CASTS)
+            )
+        if options.repeat:
+            yield self._repeated(options.repeat)
+        if options.deterministic:
+            yield self._changed("--deterministic", "deterministic")
+        if options.poison_memory:
+            yield self._changed("--poison-memory", "poison-memory")
+        if options.pdb:
+            yield self._stopped(data)
+
+    def _changed(self, name: str, experiment: str, remark: str = "") -> ExperimentResult:
+        found = self.run(experiment=experiment).data
+        if found is None or "site" not in found:
+            return ExperimentResult(name, f"cannot: {_why_not(found)}", None)
+        return changed_result(name, _site(found), remark)
+
+    def _repeated(self, count: int) -> ExperimentResult:
+        runs = [self.run(experiment="plain").data for _ in range(count)]
+        lost = next((found for found in runs if found is None or "site" not in found), {})
+        if lost != {}:
+            return ExperimentResult(f"--repeat {count}", f"cannot: {_why_not(lost)}", None)
+        return repeated([_site(found) for found in runs if found is not None])
+
+    def _stopped(self, data: dict[str, Any]) -> ExperimentResult:
+        first = (data.get("trace") or {}).get("first_nonfinite_op")
+        if first is None:
+            return ExperimentResult("--pdb", "no operator to stop at", None)
+        found = self.run(stop_at=(first["order"], first["operator"])).data or {}
+        return ExperimentResult("--pdb", found.get("text", "this run did not come to the operator of the first"), None)
+
+
+def _site(found: dict[str, Any]) -> Site | None:
+    return None if found["site"] is None else Site.from_dict(found["site"])
+
+
+def _why_not(found: dict[str, Any] | None) -> str:
+    return "the script did not come to its guard" if found is None else str(found.get("reason", "see its own message"))

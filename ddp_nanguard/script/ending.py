@@ -1,0 +1,54 @@
+"""How a script that replays a dump ends: with the outcome and its exit code, before any further line of it has run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ddp_nanguard.dump.read import Dump
+from ddp_nanguard.errors import DumpError
+from ddp_nanguard.replay.outcome import EXIT_CODES, Outcome, first_own_site, not_replayable
+from ddp_nanguard.replay.outcome_text import outcome_text
+
+from .request import ReplayRequest
+
+WRONG_USAGE = 2
+
+
+def end(request: ReplayRequest, data: dict[str, Any], text: str, code: int) -> NoReturn:
+    """Print the text, leave the data where they are read, and end the process.
+
+    Not by an exception: the script may catch it, and with DDP alive the interpreter's own shutdown can hang.
+    """
+    if request.result is not None:
+        Path(request.result).write_text(json.dumps({**data, "exit_code": code}))
+    sys.stderr.flush()
+    print(text, end="", flush=True)
+    os._exit(code)
+
+
+def end_cannot(request: ReplayRequest, dump: Dump, rank: int, alone: bool, reason: str) -> NoReturn:
+    """End with the outcome ``cannot``.
+
+    Args:
+        request: of this process.
+        dump: the dump.
+        rank: whose step it is.
+        alone: whether this process stands for it.
+        reason: one sentence that names the remedy.
+    """
+    site = None
+    with contextlib.suppress(DumpError):
+        site = first_own_site(dump, rank, alone)
+    result = not_replayable(rank, site, reason)
+    end(request, result.to_dict(), outcome_text(result), EXIT_CODES[Outcome.CANNOT])
+
+
+def end_wrong_usage(reason: str) -> NoReturn:
+    """End as the command does where a dump cannot be used."""
+    print(f"ddp-nanguard: {reason}", file=sys.stderr, flush=True)
+    os._exit(WRONG_USAGE)
