@@ -114,6 +114,7 @@ def injected_again(root: nn.Module, counter: StepCounter) -> Iterator[None]:
     register_counter(root, counter)
     for injection in fired:
         injection.count_by(counter)
+        injection.active = False  # the calls of its layer are counted from the next forward on
     for injection, _ in counts:
         injection.num_fired = 0
     try:

@@ -28,6 +28,22 @@ def keyed_slots(slot_stats: list[SlotStats]) -> list[tuple[SlotKey, tuple[float,
     return found
 
 
+def vital_signs(slot_stats: list[SlotStats], has_scaler: bool) -> list[SlotStats]:
+    """Those slots that a clean step has with ``layers="none"``: of layers only the root's outputs, with a scaler.
+
+    Args:
+        slot_stats: of a step in which layers were watched.
+        has_scaler: whether a GradScaler is used.
+    """
+    return [stats for stats in slot_stats if not _is_of_layers(stats, has_scaler)]
+
+
+def _is_of_layers(stats: SlotStats, has_scaler: bool) -> bool:
+    if isinstance(stats.source, TensorRecord):
+        return not (has_scaler and stats.role is SlotRole.OUTPUT)
+    return isinstance(stats.source, GradientHook)
+
+
 def _key(stats: SlotStats) -> SlotKey | None:
     """The key of a slot without its occurrence; None for state and norms, which no replay compares."""
     source = stats.source

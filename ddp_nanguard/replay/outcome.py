@@ -145,8 +145,9 @@ def compare(
         compiled: whether the replay's model is compiled, if that of training was.
     """
     then = first_own_site(dump, rank, alone)
-    now = next((site for site in again.sites if not (alone and site.phase is Phase.REDUCE)), None)
-    result = Result(rank, Outcome.NOT_REPRODUCED, recorded=then, replayed=now, notes=again.notes)
+    # sites are compared as training could see them, which looked at no layer perhaps; people are told the place
+    seen, now = _first(again.sites, alone), _first(again.as_watched, alone)
+    result = Result(rank, Outcome.NOT_REPRODUCED, recorded=_placed(dump, rank, then), replayed=seen, notes=again.notes)
     _compare_slots(dump, rank, again, alone, result)
     _compare_losses(recorded, again, result)
     result.differs = differences(dump, rank)
@@ -157,6 +158,17 @@ def compare(
         then = None
     _conclude(result, then, now)
     return result
+
+
+def _first(sites: list[Site], alone: bool) -> Site | None:
+    return next((site for site in sites if not (alone and site.phase is Phase.REDUCE)), None)
+
+
+def _placed(dump: Dump, rank: int, then: Site | None) -> Site | None:
+    """The recorded site of a rank, as the second look has placed it where it was this rank's."""
+    look, origin = dump.report.second_look, dump.report.origin
+    is_placed = look is not None and look.outcome == "same" and origin is not None and origin.rank == rank
+    return origin if is_placed and then is not None else then
 
 
 def _came_by_reduce(dump: Dump, rank: int, site: Site | None) -> bool:
@@ -210,7 +222,8 @@ def _elsewhere(result: Result, same_place: bool, now: Site | None) -> str:
     if now is None:
         return f"this rank's values differ, all finite: {upto}; first different: {where}"
     agreement = upto if result.first_difference else "all compared slots are the same"
-    return f"now first at {now.phase!s} · {what(now)}; {agreement}"
+    shown = result.replayed or now
+    return f"now first at {shown.phase!s} · {what(shown)}; {agreement}"
 
 
 _Slots = list[tuple[SlotKey, tuple[float, float]]]
@@ -239,7 +252,7 @@ def _compare_slots(dump: Dump, rank: int, again: StepResult, alone: bool, result
                 result.last_same = str(key)
         elif result.first_difference is None:
             result.first_difference = str(key)
-    _find_extra_slots(recorded, again, result)
+    _find_extra_slots(recorded, again, result, watches_layers=dump.manifest.options.layers != "none")
     result.factor = _common_factor(recorded, again)
 
 
@@ -266,13 +279,14 @@ def _common_factor(recorded: _Slots, again: StepResult) -> str | None:
     return f"gradients were {ratios[0]:.4g} times these: training backpropagated another loss; let step return that one"
 
 
-def _find_extra_slots(recorded: _Slots, again: StepResult, result: Result) -> None:
+def _find_extra_slots(recorded: _Slots, again: StepResult, result: Result, watches_layers: bool) -> None:
     """Record forward and loss slots that only the replay has: a step that runs more is not the same step."""
     known = {key for key, _ in recorded}
     if _was_compiled(known):
         return  # compiled then, eager now
     extra = [key for key in again.slots if key not in known and key.phase is not Phase.REDUCE]
-    if any(key.phase in (Phase.FORWARD, Phase.LOSS) for key in extra):
+    if any(key.phase is Phase.LOSS or (key.phase is Phase.FORWARD and watches_layers) for key in extra):
+        extra = [key for key in extra if watches_layers or key.phase is Phase.LOSS]
         result.notes.append(f"the replay has {len(extra)} slots that were not recorded, first {extra[0]}")
         result.first_difference = result.first_difference or str(extra[0])
 

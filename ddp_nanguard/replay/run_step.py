@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_nanguard.blame import local_sites
+from ddp_nanguard.blame.inspect import blame_input
 from ddp_nanguard.blame.triage import Decision, Judgement, Triage
 from ddp_nanguard.build import build_context
 from ddp_nanguard.capture import rng
@@ -23,7 +25,7 @@ from ddp_nanguard.inject.injection import Injection
 from ddp_nanguard.inject.injector import follow_counter, reinject
 from ddp_nanguard.inject.step_counter import unregister_counter
 from ddp_nanguard.probes.severity import Severity
-from ddp_nanguard.probes.slot_keys import keyed_slots
+from ddp_nanguard.probes.slot_keys import keyed_slots, vital_signs
 from ddp_nanguard.probes.slots import SlotStats
 from ddp_nanguard.report.slot_key import SlotKey
 from ddp_nanguard.report.types import FaultReport, Phase, Site
@@ -32,7 +34,7 @@ from ddp_nanguard.step.monitor import StepMonitor
 from .rebuild import Rebuilt, fill_shards, recorded_gradients
 
 # What is inspected and how long ranks wait; other options decide what is done about a fault.
-_KEPT_OPTIONS = ("watch", "skip_types", "ignore", "state_every", "timeout_s", "scale_floor", "layers")
+_KEPT_OPTIONS = ("watch", "skip_types", "ignore", "state_every", "timeout_s", "scale_floor")
 
 
 @dataclass
@@ -42,6 +44,7 @@ class StepResult:
     Attributes:
         report: of the fault; None where the verdict was clean.
         sites: this rank's own, earliest first.
+        as_watched: those that a run sees that watches what was watched in training, which may be no layer.
         slots: key -> (minimum, maximum), in execution order.
         losses: by (micro-batch, name).
         notes: random streams that could not be restored, and the like.
@@ -52,6 +55,7 @@ class StepResult:
     slots: dict[SlotKey, tuple[float, float]]
     losses: dict[tuple[int, str], Tensor]
     notes: list[str] = field(default_factory=list)
+    as_watched: list[Site] = field(default_factory=list)
 
 
 class Collector:
@@ -59,10 +63,14 @@ class Collector:
 
     Attributes:
         fault: the judgement of the fault that was found, None where there was none.
+        as_watched: see `StepResult`.
     """
 
-    def __init__(self, context: GuardContext) -> None:
+    def __init__(self, context: GuardContext, watched_layers: bool) -> None:
         self.fault: Judgement | None = None
+        self.as_watched: list[Site] = []
+        self._context = context
+        self._watched_layers = watched_layers
         self._triage = Triage(context)
 
     def on_clean(self) -> None:
@@ -80,7 +88,13 @@ class Collector:
         judgement = self._triage.examine(judgement, record)
         if judgement.decision is not None:
             return judgement.decision
-        self.fault = judgement
+        self.fault, findings = judgement, judgement.findings
+        assert findings is not None
+        ranked = findings.sites
+        if not self._watched_layers:
+            signs = vital_signs(findings.slot_stats, self._context.scaler is not None)
+            ranked = local_sites(blame_input(self._context, record, replace(findings, slot_stats=signs)))
+        self.as_watched = [each.site for each in ranked]
         return Decision.SKIP
 
     @property
@@ -136,7 +150,7 @@ def monitored(
     Collective: those of building a guard, unless ``answers_alone``.
     """
     context = _context(rebuilt, answers_alone)
-    collector = Collector(context)
+    collector = Collector(context, rebuilt.dump.manifest.options.layers != "none")
     run = Run(rebuilt, context, collector, make_monitor(context, collector))
     model, root = context.wrapper.model, context.wrapper.root
     run.monitor.attach()
@@ -159,7 +173,9 @@ def _context(rebuilt: Rebuilt, answers_alone: bool) -> GuardContext:
     options: dict[str, Any] = {name: getattr(dump.manifest.options, name) for name in _KEPT_OPTIONS}
     if dump.report.cause.startswith("scale collapse"):
         options["max_consecutive_overflows"] = 1  # one window is all there is: its overflow is the fault
-    options.update(dump_dir=None, keep_previous=False, first_step=dump.report.step)
+    # where training looked at no layer the replay does all the same: it is to tell where
+    layers = dump.manifest.options.layers if dump.manifest.options.layers != "none" else "every"
+    options.update(dump_dir=None, keep_previous=False, first_step=dump.report.step, layers=layers)
     try:
         # Environment variables of this process are not those of the recorded run.
         with environment_ignored():
@@ -215,7 +231,7 @@ def gathered(run: Run, losses: dict[tuple[int, str], Tensor]) -> StepResult:
         slot_stats = fault.findings.slot_stats
     slots = dict(keyed_slots(slot_stats))
     sites = [ranked.site for ranked in fault.findings.sites] if fault is not None and fault.findings is not None else []
-    return StepResult(report, sites, slots, losses, list(dict.fromkeys(run.notes)))
+    return StepResult(report, sites, slots, losses, list(dict.fromkeys(run.notes)), run.collector.as_watched)
 
 
 def _forward_backward(run: Run, micro_batches: list[MicroBatch]) -> dict[tuple[int, str], Tensor]:

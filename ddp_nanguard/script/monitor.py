@@ -50,6 +50,17 @@ class ScriptMonitor(StepMonitor):
         """Whether a call of the model would begin one."""
         return self._needs_micro_batch()
 
+    @property
+    def is_in_step(self) -> bool:
+        """Whether the loop's step function is running, which got the recorded batch."""
+        return self._context.window.calls.is_in_step
+
+    def run_step(self, step: Callable[[Any, Any], Any], batch: Any) -> Any:
+        """As in training; without ``guard.steps`` it is here that the recorded batch is handed out."""
+        if not self.has_loader() and self._needs_micro_batch():
+            batch = self._recorded.serve()
+        return super().run_step(step, batch)
+
     def watch_loss(self, name: str, value: Tensor) -> None:
         """Keep the loss for the comparison."""
         super().watch_loss(name, value)

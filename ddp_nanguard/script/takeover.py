@@ -128,8 +128,12 @@ class Takeover:
         self._run: Run = self._held.enter_context(monitored(rebuilt, make_monitor, answers_alone=self._alone))
         self._step.run, self.context = self._run, self._run.context
         self._prepare_contexts(rebuilt)
-        call = RecordedCall(self._step, self.monitor.has_loader, self.monitor.begins_micro_batch)
+        call = RecordedCall(self._step, self._has_batch, self.monitor.begins_micro_batch)
         rebuilt.wrapper.model.register_forward_pre_hook(call, prepend=True, with_kwargs=True)
+
+    def _has_batch(self) -> bool:
+        """Whether the recorded batch has come to the model on another way than by its arguments."""
+        return self.monitor.has_loader() or self.monitor.is_in_step
 
     def _prepare_contexts(self, rebuilt: Rebuilt) -> None:
         step, request = self._step, self._request

@@ -232,7 +232,7 @@ def _record_of(second: GuardContext, then: StepRecord) -> StepRecord:
         window=then.window,
         calls=second.forward.calls,
         slots=second.slots,
-        is_current=False,  # its gradients are gone by then, and those of the job are not of this run
+        is_current=True,  # while it is read, the gradients that are there are its own
     )
 
 

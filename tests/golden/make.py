@@ -35,6 +35,7 @@ MADE_UP_RUN = {
     "MASTER_PORT": "29500",
     "TORCHELASTIC_RESTART_COUNT": "0",
 }
+MADE_UP_LAUNCHER = {"WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "set"}
 MADE_UP_WRITER = {"host": "golden", "pid": 1, "time": 0.0, "nonce": "golden"}
 CREATED = "2026-01-01T00:00:00+0000"
 
@@ -75,7 +76,9 @@ def make(target: Path) -> None:
         shutil.copytree(dump, target)
         _hide_paths(target, {f"{root}/": "/job/", str(REPOSITORY): "/job"})
     _edit(target / "writer.json", MADE_UP_WRITER)
-    _edit(target / "manifest.json", {"created": CREATED})
+    run = json.loads((target / "manifest.json").read_text())["run"]
+    run |= {"command": ["python", "train.py"], "directory": "/job", "launcher": MADE_UP_LAUNCHER}
+    _edit(target / "manifest.json", {"created": CREATED, "run": run})
     _list_again(target)
 
 

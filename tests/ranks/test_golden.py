@@ -20,7 +20,7 @@ from ddp_nanguard.dump.typed_json import as_json, read_as
 from ddp_nanguard.report.types import Evidence, InlineCode, Phase, Site
 from tests.golden import GOLDEN
 from tests.golden.forms import form, path_of
-from tests.golden.make import make
+from tests.golden.make import MADE_UP_LAUNCHER, make
 
 RECORDS: list[tuple[str, Any]] = [
     ("manifest.json", Manifest),
@@ -86,7 +86,13 @@ def test_the_report(dump: Dump) -> None:
     assert (report.step, report.world_size, report.wrapper, report.origin) == (2, 2, "ddp", ORIGIN)
     assert report.sites == SITES
     assert (report.num_ranks_affected, report.ranks_affected, report.holders) == (2, (0, 1), ())
-    assert (report.cause, report.nonfinite_state, report.unchecked, report.notes) == ("unknown", (), (), ())
+    assert report.cause == "edge of domain: sqrt of a negative number in `values.sqrt()` (recipe.py:19)"
+    assert (report.nonfinite_state, report.unchecked, report.notes) == ((), (), ())
+    look = report.second_look
+    assert look is not None and (look.outcome, look.text) == ("same", "same on all 2 ranks: deterministic")
+    assert look.operator is not None and (look.operator.rank, look.operator.name) == (1, "aten.sqrt.default")
+    assert look.operator.line == "/job/tests/golden/recipe.py:19 in Root.forward" and not look.operator.in_backward
+    assert look.operator.output == Evidence((4,), "float32", 1, 0, 0, 4, 5.0)
     assert (report.second_look, report.single_rank_view, report.dump_path) == (
         None,
         False,
@@ -97,7 +103,8 @@ def test_the_report(dump: Dump) -> None:
 def test_the_manifest(dump: Dump) -> None:
     manifest = dump.manifest
     assert manifest.created == "2026-01-01T00:00:00+0000"
-    assert manifest.run == Run("golden-localhost-29500-0", ("train.py",), "/job/tests")
+    run = Run("golden-localhost-29500-0", ("train.py",), "/job/tests", ("python", "train.py"), "/job", MADE_UP_LAUNCHER)
+    assert manifest.run == run
     assert (manifest.wrapper_description.kind, manifest.wrapper_description.compiled) == ("ddp", False)
     assert (manifest.options.history, manifest.options.layers) == (2, "every")
     assert manifest.recipe == "tests.golden.recipe:recipe"
@@ -106,7 +113,7 @@ def test_the_manifest(dump: Dump) -> None:
         "optim.0.scale.momentum_buffer": TensorShape((4,), "float32"),
     }
     assert (manifest.ranks_present, manifest.alone, manifest.weights) == ((0, 1), False, Weights(True, None))
-    assert (manifest.problems, manifest.replicas_disagree, len(manifest.files)) == ((), (), 13)
+    assert (manifest.problems, manifest.replicas_disagree, len(manifest.files)) == ((), (), 12)
 
 
 def test_the_evidence(dump: Dump) -> None:

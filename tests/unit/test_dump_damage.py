@@ -29,7 +29,6 @@ def refused(path):
     [
         "state/shard-00000-00000.safetensors",
         "state.json",
-        "report.txt",
         "rank-00000/evidence.json",
         "rank-00000/window.safetensors",
         "rank-00000/window.json",

@@ -68,7 +68,7 @@ def test_the_manifest_agrees_with_the_report_and_lists_every_file(path):
     assert {key: manifest[key] for key in expected} == expected
     listed = {entry["path"] for entry in manifest["files"]}
     files = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
-    assert files - listed == {"manifest.json", "writer.json"}
+    assert files - listed == {"manifest.json", "report.txt", "writer.json"}
     assert manifest["options"]["dump_keep"] == 5 and manifest["recipe"] == "train:recipe"
     assert manifest["versions"]["torch"] == torch.__version__
     assert manifest["settings"]["num_threads"] == torch.get_num_threads()
