@@ -8,20 +8,26 @@ Nothing here holds an output: a hook that held its own tensor would keep it, and
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ddp_nanguard.hooks.frames import is_users_own
 from ddp_nanguard.tensors.containers import copy_containers, named_tensors_in, path_text
 
 MAX_GRADIENT_BYTES = 64 * 2**20
 """Gradients of outputs that are kept per window."""
 MAX_FINGERPRINT_NUMEL = 16384
 """Arguments up to this size are summed, since their version does not tell what NumPy or ``.data`` writes into them."""
+
+ALIAS = "ddp_nanguard.alias"
+"""Key in the metadata of the autograd node that made an alias."""
 
 _current_graph_task = torch._C._current_graph_task_id
 
@@ -40,6 +46,7 @@ class ModelCall:
         gradients: by backward pass and position among the outputs, the gradient that reached it, detached.
         num_outputs: how many outputs can get one.
         problem: why the call cannot be made again as it was; None where it can.
+        caller: code, last instruction and line number of the user's frame that made the call.
         has_returned: whether the function has returned; False while it runs, and for good where it raised.
     """
 
@@ -55,6 +62,7 @@ class ModelCall:
     num_outputs: int = 0
     problem: str | None = None
     has_returned: bool = False
+    caller: tuple[CodeType, int, int] | None = None
     _arguments: list[_Argument] = field(default_factory=list)
     _aliases: list[weakref.ref[Tensor]] = field(default_factory=list)
 
@@ -81,9 +89,15 @@ class BackwardPass:
 
 @dataclass(frozen=True)
 class WatchedLoss:
-    """A loss that the loop has handed to the guard, by its name."""
+    """A loss that the loop has handed to the guard.
+
+    Attributes:
+        name: under which it was.
+        tensor: a weak reference to it: its graph must be free to go.
+    """
 
     name: str
+    tensor: weakref.ref[Tensor]
 
 
 StepEvent = ModelCall | BackwardPass | WatchedLoss
@@ -143,6 +157,7 @@ class ModelCalls:
             _device_state(self._device),
             tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in self._types),
             is_step,
+            caller=_users_position(),
         )
         named = {"args": kept_args, "kwargs": kept_kwargs}
         call._arguments = [_Argument(path_text(path[1:]), tensor) for path, tensor in named_tensors_in(named)]
@@ -178,6 +193,9 @@ class ModelCalls:
             return tensor
         alias = tensor.view_as(tensor)
         alias.register_hook(_OutputGradient(self, call, call.num_outputs))  # type: ignore[no-untyped-call]  # torch's own
+        assert alias.grad_fn is not None
+        metadata: Any = alias.grad_fn.metadata
+        metadata[ALIAS] = True  # where the model ends, for who walks the graph
         call._aliases.append(weakref.ref(alias))
         call.num_outputs += 1
         return alias
@@ -194,10 +212,10 @@ class ModelCalls:
         of_pass, detached = call.gradients.setdefault(task, {}), gradient.detach()
         of_pass[position] = detached if position not in of_pass else of_pass[position] + detached
 
-    def note_loss(self, name: str) -> None:
+    def note_loss(self, name: str, loss: Tensor) -> None:
         """Note that a loss was handed to the guard; one within the loop's step function comes again with that."""
         if not self.is_in_step:
-            self.events.append(WatchedLoss(name))
+            self.events.append(WatchedLoss(name, weakref.ref(loss)))
 
     def clear(self) -> None:
         """Forget the window."""
@@ -254,6 +272,13 @@ def _fingerprint(tensor: Tensor) -> Tensor | None:
     with torch.inference_mode(False):
         total = tensor.detach().sum()
     return total if not total.is_floating_point() else total.view(_INTEGERS[total.element_size()])
+
+
+def _users_position() -> tuple[CodeType, int, int] | None:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and not is_users_own(frame):
+        frame = frame.f_back
+    return None if frame is None else (frame.f_code, frame.f_lasti, frame.f_lineno)
 
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

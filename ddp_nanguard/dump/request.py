@@ -99,7 +99,7 @@ class DumpResult:
     size_bytes: int = 0
     problems: list[str] = field(default_factory=list)
     replicas_disagree: list[str] = field(default_factory=list)
-    leads: bool = False
+    leads: bool = field(default=False, compare=False)
 
     @property
     def is_partial(self) -> bool:

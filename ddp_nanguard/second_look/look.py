@@ -12,7 +12,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,15 +21,19 @@ from ddp_nanguard.blame.report import shared_report
 from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.context import GuardContext
 from ddp_nanguard.diagnosis.rules import TraceFacts
+from ddp_nanguard.diagnosis.trace.traced_step import Watcher
 from ddp_nanguard.report.types import FaultReport, SecondLook
 
 from .obstacles import of_the_report, of_this_rank
 from .outcome import Concluded, as_compiled, concluded, is_bad_here, merged
+from .outside import is_outside, outside_place, runs_step, without_seed
 from .place import Place, made_here, own_place, shared_place
 from .run import SecondRun, StepAgain
 from .signs_of_life import SignsOfLife
+from .update import can_update_again, update_again
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 MAX_TEXT = 300
 
@@ -85,12 +89,13 @@ def look_again(fault: Fault) -> Looked:
     Collective: those of the model, two or three times, and questions on the fault group; every rank must call it.
     Waits for peers until none has shown a sign of life for ``timeout_s``, see [Note: signs of life].
     """
-    why = of_the_report(fault.report)
+    look = _Look(fault)
+    updates = can_update_again(fault.context, fault.record)
+    why = None if updates else of_the_report(fault.report)
     if why is not None:
         return Looked(_not_done(fault.report, why))
-    look = _Look(fault)
     try:
-        return look.look()
+        return look.look_at_update() if updates else look.look()
     except _NotDoneError as error:
         return Looked(_not_done(fault.report, str(error)), must_stop=look.must_stop)
     except Exception as error:  # peers were lost, or a defect in here: the fault is to be told all the same
@@ -125,6 +130,22 @@ class _Look:
         look = SecondLook(found.outcome, found.text, place.operator)
         return Looked(replace(report, second_look=look), second.findings, place.reason, self.must_stop)
 
+    def look_at_update(self) -> Looked:
+        """The update alone, where its weights and gradients from before are there; the step before it was clean."""
+        fault, ranks = self.fault, self.context.ranks
+        watcher = Watcher()
+        traced = self._together(
+            lambda: update_again(self.context, fault.record, watcher), lambda: watcher.num_operators
+        )
+        (is_bad,) = ranks.any_of(bool(traced.target))
+        facts = TraceFacts(report=fault.report, traced=traced, outcome="same", **fault.known)
+        mine = own_place(facts, [], ranks.rank) if traced.target else Place()
+        place = shared_place(ranks, fault.report, mine, made_here(traced))
+        everywhere = f" on all {ranks.world_size} ranks" if ranks.world_size > 1 else ""
+        text = f"same{everywhere}: the update alone" if is_bad else "the update alone is finite: code since changed it"
+        look = SecondLook("same" if is_bad else "finite", text, place.operator)
+        return Looked(replace(fault.report, second_look=look), None, place.reason)
+
     def _concluded(self, second: SecondRun, compiled: SecondRun | None) -> Concluded:
         fault = self.fault
         if compiled is None:
@@ -137,13 +158,23 @@ class _Look:
     # -- the runs ------------------------------------------------------------------------------------------------------
 
     def _run(self, traced: bool = False, eager: bool = True, everything: bool = True) -> SecondRun:
-        """The step once more, on all ranks together.
+        """The step once more, as `_together`."""
+        return self._together(
+            lambda: self.step.run(traced=traced, eager=eager, everything=everything), lambda: self.step.progress()
+        )
+
+    def _together(self, run: Callable[[], _T], progress: Callable[[], int]) -> _T:
+        """What a run gives, made on all ranks at the same time.
+
+        Args:
+            run: of this rank.
+            progress: a number that changes as it goes on.
 
         Raises:
             _NotDoneError: some rank could not run it to its end.
             RuntimeError: peers are lost.
         """
-        context, second, problem = self.context, None, None
+        context, found, problem = self.context, None, None
         context.num_looks += 1
         name = f"{context.ranks.name}/{context.num_looks}"
         silence = f"no rank has shown a sign of life for {context.config.timeout_s:g} s"
@@ -151,11 +182,11 @@ class _Look:
             name,
             context.ranks.world_size,
             context.config.timeout_s,
-            lambda: self.step.progress(),
+            progress,
             lambda: self.fault.on_silence(_not_done(self.fault.report, silence)),
         ) as life:
             try:
-                second = self.step.run(traced=traced, eager=eager, everything=everything)
+                found = run()
             except (Exception, SystemExit) as error:
                 problem = _line(error)
                 _log.debug("second look", exc_info=True)
@@ -163,10 +194,10 @@ class _Look:
         if not met:
             raise RuntimeError(silence if problem is None else problem)
         shared = context.ranks.first_problem(problem)
-        if shared is not None or second is None:
+        if shared is not None or found is None:
             self.must_stop = self.context.wrapper.is_sharded
             raise _NotDoneError(f"{shared}")
-        return second
+        return found
 
     def _place(self, second: SecondRun, report: FaultReport, found: Concluded) -> Place:
         """Operator, line and reason, from one more run with a trace on the ranks where something is bad."""
@@ -188,7 +219,14 @@ class _Look:
             was_compiled=self.step.is_compiled,
             **self.fault.known,
         )
-        mine = own_place(facts, ranks.rank) if traced.traced is not None else Place()
+        if is_outside(report.origin) and not runs_step(self.fault.record):
+            # the code that made it was not run: what the trace met first is only what came of it
+            mine = outside_place(self.fault.record, report)
+            return shared_place(ranks, report, mine, made=False)
+        mine = Place()
+        if traced.traced is not None:
+            facts = without_seed(facts) if not runs_step(self.fault.record) else facts
+            mine = own_place(facts, self.fault.record.window.calls.calls, ranks.rank)
         return shared_place(ranks, report, mine, made_here(traced.traced))
 
     def _with_filled_memory(self, found: Concluded) -> tuple[Concluded, Place]:

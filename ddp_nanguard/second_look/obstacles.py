@@ -12,8 +12,6 @@ def of_the_report(report: FaultReport) -> str | None:
     origin = report.origin
     if origin is None:
         return "the fault has no origin that a step could show again"
-    if origin.phase is Phase.STATE:
-        return f"{origin.slot} was bad already, and a step from there would be no other"
     if origin.phase is Phase.OPTIMIZER:
         return "the update is at fault, and a step ends before it"
     if report.single_rank_view:

@@ -7,9 +7,11 @@ import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ddp_nanguard.capture.model_calls import ModelCall
 from ddp_nanguard.diagnosis.rules import TraceFacts, reason_for
 from ddp_nanguard.diagnosis.trace.events import Event, EventPhase, Operand
 from ddp_nanguard.diagnosis.trace.operators import is_communication
+from ddp_nanguard.diagnosis.trace.source_lines import CodeLocation, SourceLine
 from ddp_nanguard.diagnosis.trace.traced_step import Traced
 from ddp_nanguard.distributed.group import RankGroup
 from ddp_nanguard.report.types import Evidence, FaultReport, FirstOperator
@@ -33,29 +35,36 @@ class Place:
     reason: str = ""
 
 
-def own_place(facts: TraceFacts, rank: int) -> Place:
+def own_place(facts: TraceFacts, calls: list[ModelCall], rank: int) -> Place:
     """What the trace of this rank tells; nothing where it tells nothing, and never an exception.
 
     Args:
         facts: with the trace.
+        calls: of the step, whose lines stand for those of torch's own modules.
         rank: this one.
     """
     try:
         event = facts.first_nonfinite_op
         reason = reason_for(facts)
         text = "" if reason.kind == "unknown" else reason.text[:MAX_REASON]
-        return Place(None if event is None else _operator(event, rank), text)
+        return Place(None if event is None else _operator(event, calls, rank), text)
     except Exception as error:  # a defect here must not replace the fault that is to be told
         _log.debug("second look: no place: %s: %s", type(error).__name__, error)
         return Place()
 
 
-def _operator(event: Event, rank: int) -> FirstOperator:
-    lines = event.lines or event.forward_lines
+def _operator(event: Event, calls: list[ModelCall], rank: int) -> FirstOperator:
+    lines = event.lines or event.forward_lines or _lines_of_call(event, calls)
     line = f"{lines[0].place()} in {lines[0].function}" if lines else None
     code = lines[0].text[:MAX_CODE] if lines else ""
     in_backward = event.phase is EventPhase.BACKWARD
     return FirstOperator(rank, event.operator, line, code, in_backward, _evidence(event.output))
+
+
+def _lines_of_call(event: Event, calls: list[ModelCall]) -> tuple[SourceLine, ...]:
+    """Where the model was called, for what runs in modules of torch and no others."""
+    call = next((c for c in calls if c.micro_batch == event.micro_batch and c.caller is not None), None)
+    return () if call is None or call.caller is None else (CodeLocation(*call.caller).line(),)
 
 
 def _evidence(operand: Operand | None) -> Evidence | None:

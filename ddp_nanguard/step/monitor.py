@@ -143,7 +143,7 @@ class StepMonitor:
             hook(value, micro_batch.index)
         micro_batch.losses[name] = value.detach()  # the graph must not live until the verdict
         if context.config.look_again:
-            context.window.calls.note_loss(name)
+            context.window.calls.note_loss(name, value)
         if Phase.LOSS in context.config.watched:
             context.slots.reduce(SlotRole.LOSS, value, LossSource(name, micro_batch.index))
 

@@ -15,9 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._distributed_c10d import _broadcast_coalesced
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.utils import _to_kwargs
+from torch.nn.parallel import DistributedDataParallel
 
 from .clean_names import join, paths
+
+__frame_role__ = "passes on"  # the model runs below `forward_inside`, see `hooks.frames`
 
 _MACHINERY = frozenset({"_parameters", "_buffers", "_modules", "_compiled_call_impl", "_is_full_backward_hook"})
 
@@ -63,6 +68,27 @@ def _refused(name: str, parameter: nn.Parameter) -> Iterator[None]:
         handle.remove()
         if before is None:
             parameter._backward_hooks = None  # compiled code guards on it
+
+
+def forward_inside(ddp: DistributedDataParallel, buffers: Callable[[], list[Tensor]], *args: Any, **kwargs: Any) -> Any:
+    """Stands in for DDP's forward: hands the call on to its module, and the reducer hears nothing of it.
+
+    Args:
+        ddp: whose module is called.
+        buffers: gives those that begin as rank 0 has them.
+        args: of the call.
+        kwargs: of the call.
+
+    Collective: a broadcast of the buffers, where there are any.
+    """
+    present = buffers()
+    if present:
+        _broadcast_coalesced(ddp.process_group, present, ddp.broadcast_bucket_size, 0)
+    if ddp.device_ids:
+        device = torch.device(ddp.device_type, ddp.device_ids[0])
+        moved, moved_kwargs = _to_kwargs(args, kwargs, device, False)
+        args, kwargs = moved[0], moved_kwargs[0]
+    return ddp.module(*args, **kwargs)
 
 
 def _replace_parameters(model: nn.Module) -> None:

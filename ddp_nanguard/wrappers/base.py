@@ -268,11 +268,6 @@ class Wrapper(ABC):
             "world_size": dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
         }
 
-    def free(self) -> None:
-        """Release the gradients, and the memory that parameters would keep after the model is no longer used."""
-        for _, parameter in self.named_parameters():
-            parameter.grad = None
-
     # -- the step once more ------------------------------------------------------------------------------------------
 
     def why_not_again(self) -> str | None:

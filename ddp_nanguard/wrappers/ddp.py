@@ -6,21 +6,20 @@ import contextlib
 import inspect
 import warnings
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, ClassVar, cast
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import _broadcast_coalesced
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from ddp_nanguard.tensors.dtypes import dtype_name, dtype_named
 
+from .aside import forward_inside
 from .base import Wrapper
 from .clean_names import inner_of
 
@@ -93,7 +92,7 @@ class DDPWrapper(Wrapper):
     @contextlib.contextmanager
     def aside(self, saved: Mapping[str, Tensor], keep_gradients: bool) -> Iterator[None]:
         """As `Wrapper.aside`; DDP only hands its calls on, and its reducer has no part in them."""
-        self._ddp.__dict__["forward"] = self._forward_inside
+        self._ddp.__dict__["forward"] = partial(forward_inside, self._ddp, self._buffers_to_broadcast)
         try:
             with super().aside(saved, keep_gradients):
                 yield
@@ -101,22 +100,14 @@ class DDPWrapper(Wrapper):
             del self._ddp.__dict__["forward"]
             self._broadcasts_buffers = False
 
+    def _buffers_to_broadcast(self) -> list[Tensor]:
+        return [buffer for _, buffer in self.named_buffers()] if self._broadcasts_buffers else []
+
     @contextlib.contextmanager
     def syncing(self, reduces: bool) -> Iterator[None]:
         """As `Wrapper.syncing`: where it reduces, the forward begins with rank 0's buffers."""
         self._broadcasts_buffers = reduces and bool(self._ddp.broadcast_buffers)
         yield
-
-    def _forward_inside(self, *args: Any, **kwargs: Any) -> Any:
-        ddp = self._ddp
-        buffers = [buffer for _, buffer in self.named_buffers()] if self._broadcasts_buffers else []
-        if buffers:
-            _broadcast_coalesced(ddp.process_group, buffers, ddp.broadcast_bucket_size, 0)
-        if ddp.device_ids:
-            device = torch.device(ddp.device_type, ddp.device_ids[0])
-            moved, moved_kwargs = _to_kwargs(args, kwargs, device, False)
-            args, kwargs = moved[0], moved_kwargs[0]
-        return ddp.module(*args, **kwargs)
 
     def describe(self) -> dict[str, Any]:
         """As `Wrapper.describe`, with DDP's options, comm hooks and mixed precision."""

@@ -182,13 +182,6 @@ class FSDP1Wrapper(ShardedWrapper):
             for unit, value in before:
                 unit._sync_gradients = value
 
-    def free(self) -> None:
-        """As `Wrapper.free`; also frees flat parameters, which outlive their model in a cycle with autograd."""
-        super().free()
-        for unit in self.units:
-            if unit._handle is not None:
-                unit._handle.flat_param.untyped_storage().resize_(0)
-
     def _name_originals(self) -> tuple[dict[str, Original], dict[str, str]]:
         kept: dict[Original, str] = {}
         aliases = {}

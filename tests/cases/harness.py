@@ -46,6 +46,7 @@ class Case:
         register: modules registered with the guard, by name.
         total: what is differentiated, of what the step gave.
         finite: whether weights and buffers must be, where nothing stops.
+        runs_step: whether the loop uses ``guard.run``, which a second look needs for code outside of the model.
     """
 
     source: str
@@ -65,6 +66,7 @@ class Case:
     register: Callable[[nn.Module], dict[str, Any]] = lambda model: {}
     total: Callable[[Any], Tensor] = summed
     finite: bool = True
+    runs_step: bool = False
 
     def training(self, rank: int) -> Training:
         """What one rank trains, and what its dump is replayed with."""
@@ -133,7 +135,9 @@ def _run_case(rank: int, case: Case, directory: str) -> Ended:
     with listening() as log:
         guard = NanGuard(model, optimizer, scaler=scaler, **options)
         guard.register(**case.register(model))
-        loop = Loop(model, optimizer, training.step, guard, scaler, training.accumulation, total=case.total)
+        loop = Loop(
+            model, optimizer, training.step, guard, scaler, training.accumulation, case.runs_step, total=case.total
+        )
         ended = _trained(rank, case, loop, list(training.batches))
         with contextlib.suppress(NonFiniteError):
             guard.close()

@@ -52,6 +52,7 @@ class Loop:
         guard: whose ``steps`` and ``watch`` are used; None trains without one.
         scaler: a GradScaler.
         accumulation: micro-batches per step.
+        runs_step: whether ``guard.run`` calls ``step``, so that a second look has the code of the loss.
         call: what ``step`` gets; the guard, or without one the model, where none is given.
         total: from what ``step`` gave to what is differentiated.
         clip: clips the gradients of the model.
@@ -73,6 +74,7 @@ class Loop:
     guard: Any = None
     scaler: Any = None
     accumulation: int = 1
+    runs_step: bool = False
     call: Any = None
     total: Callable[[Any], Tensor] = summed
     clip: Callable[[nn.Module], object] | None = None
@@ -122,12 +124,18 @@ class Loop:
             return False
         self.before_batch(index, batch)
         with self.around_batch(index):
-            losses = self.step(self._called(), batch)
-            if self.guard is not None:
-                self.guard.watch(loss=losses)
+            losses = self._losses(batch)
             self.on_losses(losses)
             self._scaled(self.total(losses)).backward()  # type: ignore[no-untyped-call]  # torch's own
         return True
+
+    def _losses(self, batch: Any) -> Any:
+        if self.runs_step:
+            return self.guard.run(self.step, batch)
+        losses = self.step(self._called(), batch)
+        if self.guard is not None:
+            self.guard.watch(loss=losses)
+        return losses
 
     def _called(self) -> Any:
         if self.call is not None:

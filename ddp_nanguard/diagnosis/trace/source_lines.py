@@ -143,10 +143,12 @@ _roles = _Roles()
 def first_spot(frame: FrameType | None) -> CodeLocation | FrameKind | None:
     """The innermost position in the user's code; `FrameKind.PROBE` if a probe of this package is met first, else None.
 
-    The walk ends at the call that runs a backward pass.
+    The walk ends at the call that runs a backward pass, and where this package starts a step.
     """
     while frame is not None:
         kind = _kind(frame)
+        if _roles[module_of(frame)] is FrameRole.STARTS_STEP:
+            return None
         if kind is FrameKind.USER:
             return CodeLocation(frame.f_code, frame.f_lasti, frame.f_lineno)
         if kind is FrameKind.PROBE:

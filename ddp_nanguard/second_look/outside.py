@@ -1,0 +1,77 @@
+"""Values made by code of the loss that lies outside of what a second look can run: told from the autograd graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from ddp_nanguard.capture.model_calls import ALIAS, WatchedLoss
+from ddp_nanguard.capture.record import StepRecord
+from ddp_nanguard.diagnosis.rules import TraceFacts
+from ddp_nanguard.diagnosis.trace.events import EventCategory, EventPhase
+from ddp_nanguard.report.types import FaultReport, Phase, Site
+
+from .place import Place
+
+MAX_NODES = 8
+REMEDY = "guard.run(step, batch) lets the second look run it"
+
+
+def runs_step(record: StepRecord) -> bool:
+    """Whether the loop's step function was recorded, with which the code of the loss runs too."""
+    return any(call.is_step for call in record.window.calls.calls)
+
+
+def is_outside(origin: Site | None) -> bool:
+    """Whether a value was made by code of the training loop: the loss, or its backward down to the model's output."""
+    if origin is None:
+        return False
+    in_loop = origin.inline_code is not None and origin.inline_code.layer is None
+    return origin.phase is Phase.LOSS or (origin.phase is Phase.BACKWARD and in_loop)
+
+
+def without_seed(facts: TraceFacts) -> TraceFacts:
+    """The facts without a first operator that only took in the recorded gradient of a model's output."""
+    event = facts.first_nonfinite_op
+    took_seed = event is not None and event.phase is EventPhase.BACKWARD and "" in event.outside
+    return replace(facts, traced=None) if took_seed and event.category is EventCategory.PROPAGATED else facts  # type: ignore[union-attr]  # then there is one
+
+
+def outside_place(record: StepRecord, report: FaultReport) -> Place:
+    """What can be said of code of the loss that is not run again: the nodes of its graph, where that is still there.
+
+    Args:
+        record: of the step.
+        report: whose origin lies in that code.
+    """
+    origin = report.origin
+    assert origin is not None
+    nodes = _nodes(record, origin)
+    graph = f"; its graph, last first: {', '.join(nodes)}" if nodes else ""
+    return Place(None, f"{report.cause}{graph}; that code is not part of the model: {REMEDY}")
+
+
+def _nodes(record: StepRecord, origin: Site) -> list[str]:
+    """Names of autograd's nodes from the loss back to the model's outputs; empty where the loop has let the loss go."""
+    for event in record.window.calls.events:
+        if isinstance(event, WatchedLoss) and event.name == (origin.slot if origin.phase is Phase.LOSS else event.name):
+            loss = event.tensor()
+            if loss is not None and loss.grad_fn is not None:
+                return list(dict.fromkeys(_named(loss.grad_fn)))[:MAX_NODES]
+    return []
+
+
+def _named(node: Any) -> Iterator[str]:
+    """Names of the nodes before the alias that the caller got, see [Note: an alias for the caller]."""
+    waiting, seen = [node], {node}
+    while waiting:
+        node = waiting.pop(0)
+        if node.metadata.get(ALIAS):
+            continue
+        if not node.name().endswith("AccumulateGrad"):
+            yield node.name().removesuffix("0")
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
