@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -61,7 +62,7 @@ def _gradients_of(record: StepRecord) -> Iterator[None]:
 @contextlib.contextmanager
 def _hooks_off(optimizers: list[torch.optim.Optimizer]) -> Iterator[None]:
     """The guard's own hooks would ask for a verdict, and the job's are not part of the update."""
-    tables = [t for o in optimizers for t in (o._optimizer_step_pre_hooks, o._optimizer_step_post_hooks)]
+    tables: list[Any] = [t for o in optimizers for t in (o._optimizer_step_pre_hooks, o._optimizer_step_post_hooks)]
     before = [dict(table) for table in tables]
     for table in tables:
         table.clear()
