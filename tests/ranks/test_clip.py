@@ -125,7 +125,6 @@ def _counted(rank: int, world_size: int, kind: str, unscaled: bool) -> Any:
         ("plain", False, [9, 0]),
         ("plain", True, [9, 0]),
         ("ddp", False, [9, 0]),
-        ("fsdp2", False, [9, 0]),
     ],
 )
 def test_clipped_gradients_are_not_read_again(kind: str, unscaled: bool, expected: list[int]) -> None:
