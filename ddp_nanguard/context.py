@@ -18,6 +18,7 @@ from .distributed.group import RankGroup
 from .inject.spec import InjectionSpec
 from .probes.backward import BackwardProbe
 from .probes.calls import ModuleCall
+from .probes.clipping import clip_and_look, clip_grad_norm_
 from .probes.forward import ForwardProbe
 from .probes.gradient import GradientProbe
 from .probes.slots import SlotBuffer
@@ -235,6 +236,12 @@ class GuardContext:
             self.state.probe_buffers_after_forward()
             if (step - self.config.first_step) % self.config.state_every == 0:
                 self.state.probe_optimizer_state()
+
+    def clip_grad_norm_(self, *args: Any) -> Tensor:
+        """See `NanGuard.clip_grad_norm_`; where gradients are watched, a look at them too."""
+        if self.config.watched.isdisjoint((Phase.BACKWARD, Phase.REDUCE)):
+            return clip_grad_norm_(self.wrapper.model, *args)
+        return clip_and_look(self.gradient, self.wrapper.model, *args)
 
     def register(self, things: dict[str, Any]) -> None:
         """Take further modules, random generators and stateful objects by name, see `NanGuard.register`.

@@ -21,6 +21,7 @@ from .fault.policy import FaultPolicy
 from .hooks.loop import CountHook, Steps, named_losses
 from .inject.injector import follow_counter, warn_of_disabled
 from .inject.step_counter import unregister_counter
+from .probes.clipping import clip_grad_norm_
 from .script import take_over
 from .step.monitor import StepMonitor
 
@@ -136,6 +137,30 @@ class NanGuard:
         Collective: as one clean step; every rank must call it. Host sync: one read.
         """
         return self._monitor.check() if self._monitor.is_watching else True
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        """Clip the model's gradients as ``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)`` does, bit for bit.
+
+        The guard looks at the gradients in the same go: clipped by torch's function they are read once more before the
+        verdict. FSDP1 clips by its own method, ``model.clip_grad_norm_``.
+
+        Returns:
+            The total norm before clipping; a DTensor under FSDP2, as from torch.
+
+        Raises:
+            RuntimeError: the total is not finite, with ``error_if_nonfinite``.
+
+        Collective: none but those of FSDP's own clipping. Host sync: none, one with ``error_if_nonfinite``.
+        """
+        if not self._monitor.is_watching:
+            return clip_grad_norm_(self._model(), max_norm, norm_type, error_if_nonfinite, foreach)
+        return self._context.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite, foreach)
 
     def register(self, **things: Any) -> None:
         """Take more to look after: modules (an EMA copy), random generators, stateful objects for the dump.

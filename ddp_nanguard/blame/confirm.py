@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.context import GuardContext
-from ddp_nanguard.probes.gradient import GradientSource
+from ddp_nanguard.probes.gradient import GradientSource, TotalNormSource
 from ddp_nanguard.probes.slots import SlotStats, is_clean
 from ddp_nanguard.probes.state import StateSource
 from ddp_nanguard.tensors.minmax import extremes
@@ -43,15 +43,31 @@ def confirm(context: GuardContext, record: StepRecord, slot_stats: list[SlotStat
         return found
     tensors = _Tensors(context, record, slot_stats)
     for index, stats in enumerate(slot_stats):
+        if isinstance(stats.source, TotalNormSource) and not is_clean(stats):
+            _add_gradients(context, stats, found)
+            continue
         if stats.is_screen and not is_clean(stats):
+            if math.isnan(stats.maximum):  # of finite and infinite elements no norm is NaN
+                continue
             exact = tensors.extremes_behind(stats)
             if exact is None:
-                found.undecided |= set() if math.isnan(stats.maximum) else {stats.order}
+                found.undecided.add(stats.order)
+                continue
+            if math.isnan(exact[0]):  # the norm was no NaN: clipping has multiplied what was infinite by zero
                 continue
             low, high = exact
             found.slot_stats[index] = stats._replace(minimum=low, maximum=high, is_screen=False)
             found.overflowed = found.overflowed or is_clean(found.slot_stats[index])
     return found
+
+
+def _add_gradients(context: GuardContext, total: SlotStats, found: Confirmed) -> None:
+    """Add the gradients that made the norm of all of them bad, unless slots of their own tell already."""
+    if any(isinstance(stats.source, GradientSource) and not is_clean(stats) for stats in found.slot_stats):
+        return
+    bad = list(context.gradient.nonfinite_now(extremes))
+    found.overflowed = found.overflowed or not bad
+    found.slot_stats += [SlotStats(total.order, source, total.role, *exact) for source, exact in bad]
 
 
 class _Tensors:
@@ -87,6 +103,6 @@ class _Tensors:
         rank that holds a shard of the later one sees too little of it to tell.
         """
         is_finite = math.isfinite(exact[0]) and math.isfinite(exact[1])
-        if math.isnan(stats.maximum) or not is_finite or (self._context.wrapper.is_sharded and self._was_reduced):
+        if not is_finite or (self._context.wrapper.is_sharded and self._was_reduced):
             return None
         return exact

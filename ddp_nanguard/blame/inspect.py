@@ -32,7 +32,8 @@ class RankFindings:
     """What this rank sees of a fault.
 
     Attributes:
-        slot_stats: the slots of the step, in execution order.
+        recorded: the slots of the step as they were, in execution order: what a replay compares.
+        slot_stats: the same, with bad screens replaced by what their tensors hold, see `confirm`.
         nonfinite_state: parameters, buffers and optimizer state that are bad now.
         hyper_parameters: those that are NaN, or infinite where that makes no sense.
         gradients_bad_now: whether the ``grad`` of any parameter is bad at this moment; False for a past step.
@@ -44,6 +45,7 @@ class RankFindings:
         known_nonfinite: what was non-finite in clean steps too; filled in with the sites.
     """
 
+    recorded: list[SlotStats]
     slot_stats: list[SlotStats]
     nonfinite_state: NonFiniteState
     hyper_parameters: list[NonFiniteTensor]
@@ -70,10 +72,12 @@ def rescan(context: GuardContext, record: StepRecord) -> RankFindings:
     context.flush_compiled()
     # a backward that raised has left pending gradients behind, which no callback of the engine flushes any more
     context.gradient.flush_pending()
-    confirmed = confirm(context, record, record.slots.slot_stats())
+    recorded = record.slots.slot_stats()
+    confirmed = confirm(context, record, recorded)
     slot_stats, undecided = confirmed.slot_stats, confirmed.undecided
     bad = [stats for stats in slot_stats if isinstance(stats.source, GradientSource) and not is_clean(stats)]
     return RankFindings(
+        recorded=recorded,
         slot_stats=slot_stats,
         nonfinite_state=_nonfinite_state(context, record.window, slot_stats),
         hyper_parameters=_bad_hyper_parameters(record),

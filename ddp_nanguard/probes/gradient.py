@@ -10,10 +10,12 @@ pass inside the pass may end with the wrapper's callback, so its gradients do no
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +48,11 @@ class GradientSource:
 @dataclass(frozen=True, slots=True)
 class NormSource:
     """Source of a slot: the L2 norm of all gradients after a backward pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class TotalNormSource:
+    """Source of a slot: the norm by which this rank's gradients were clipped."""
 
 
 class GradientProbe:
@@ -82,10 +89,12 @@ class GradientProbe:
         self._left_out = left_out
         self._parameters = [(name, parameter) for name, parameter in parameters if not is_ignored(name)]
         self._names = tuple(name for name, _ in self._parameters)
+        self._name_of = {id(parameter): name for name, parameter in self._parameters}
 
         # - Sources are made once and used in every step
         self._reduced_sources = {name: GradientSource(name, None, reduced=True) for name, _ in self._parameters}
         self._local_sources: dict[tuple[int | None, str], GradientSource] = {}
+        self._unhooked_sources: dict[str, GradientSource] = {}
         self._screens = ScreenCache()
 
         # - Pending gradients: (execution order, name, gradient), see [Note: waiting gradients]. They are held strongly,
@@ -191,10 +200,54 @@ class GradientProbe:
         if changed:
             found = tuple(names[index] for index in changed)
             screen = self._screens.get(
-                ("unhooked", found), lambda: self._screen([GradientSource(name, None, reduced=False) for name in found])
+                ("unhooked", found), lambda: self._screen([self._unhooked_source(name) for name in found])
             )
             screen.look(self.slots, self._locals([gradients[index] for index in changed]))
             self._seen.mark(names, gradients)
+
+    def _unhooked_source(self, name: str) -> GradientSource:
+        return self._unhooked_sources.setdefault(name, GradientSource(name, None, reduced=False))
+
+    def total_norm(self, parameters: list[nn.Parameter], order: float) -> Tensor | None:
+        """The norm of all gradients, bit for bit that of torch's ``get_total_norm``; its parts are a look at each.
+
+        Norms that were made before are not used again: what is written to ``grad.data`` has no version.
+
+        Args:
+            parameters: those of the model.
+            order: of the norm, above 0.
+
+        Returns:
+            None where torch would not take one norm of each gradient in a row: not plain, or on several devices.
+        """
+        found = [(id(p), p.grad) for p in parameters if p.grad is not None]
+        gradients = [gradient for _, gradient in found]
+        if len({(gradient.device, gradient.dtype) for gradient in gradients}) != 1 or not all(map(is_plain, gradients)):
+            return None
+        norms = torch.stack(torch._foreach_norm(gradients, order))
+        names = [self._name_of.get(key) for key, _ in found]
+        if None not in names:
+            self._take_norms(norms, [name for name in names if name is not None])
+        else:
+            kept = [(name, norm) for name, norm in zip(names, norms.unbind(), strict=True) if name is not None]
+            self._take_norms(torch.stack([norm for _, norm in kept]), [name for name, _ in kept]) if kept else None
+        total: Tensor = torch.linalg.vector_norm(norms, order)
+        return total
+
+    def _take_norms(self, norms: Tensor, names: list[str]) -> None:
+        roles = [self._role(name) for name in names]
+        self.slots.take_norms(norms, roles, [self._unhooked_source(name) for name in names])
+
+    def take_total(self, norm: Tensor) -> None:
+        """Look at the norm of all gradients of this rank, shape (); which of them is bad is found out where it is."""
+        self.slots.take_norms(norm.detach().view(1), [SlotRole.GRADIENT], [TotalNormSource()])
+
+    def nonfinite_now(self, extremes: Callable[[Tensor], tuple[float, float] | None]) -> Iterator[Any]:
+        """Source and extremes of each gradient that is bad now. Host sync: as ``extremes`` of each gradient."""
+        for name, gradient in zip(*self._gradients(), strict=True):
+            found = extremes(self._local(gradient))
+            if found is not None and not (math.isfinite(found[0]) and math.isfinite(found[1])):
+                yield self._unhooked_source(name), found
 
     def unchanged(self, name: str) -> Tensor | None:
         """This rank's part of a parameter's gradient, if it is there as it was looked at last; else None."""

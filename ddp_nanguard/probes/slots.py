@@ -302,6 +302,13 @@ class SlotBuffer:
             page = self._pages[values.device] = SlotPage(values.device, values.dtype)
         page.fill(values, self.order, sources)
 
+    def take_norms(self, norms: Tensor, roles: list[SlotRole], sources: list[Any]) -> None:
+        """Take over norms that were made elsewhere, shape (slots,), as screens; one copy, no host read."""
+        page = self.screen_page(norms.device, norms.dtype)
+        page.reserve(len(sources)).copy_(norms)
+        page.take(range(self.order + 1, self.order + 1 + len(sources)), roles, sources)
+        self.order += len(sources)
+
     def screen_page(self, device: torch.device, dtype: torch.dtype) -> SlotPage:
         """The page for norms of this dtype."""
         key = (device, dtype, "screen")

@@ -228,7 +228,7 @@ def gathered(run: Run, losses: dict[tuple[int, str], Tensor]) -> StepResult:
     # A clean step has moved its slots to the history; those of a fault are in the findings.
     slot_stats = _slots_of_clean_step(run.context)
     if fault is not None and fault.findings is not None and report is not None and not is_update(report.origin):
-        slot_stats = fault.findings.slot_stats
+        slot_stats = fault.findings.recorded
     slots = dict(keyed_slots(slot_stats))
     sites = [ranked.site for ranked in fault.findings.sites] if fault is not None and fault.findings is not None else []
     return StepResult(report, sites, slots, losses, list(dict.fromkeys(run.notes)), run.collector.as_watched)

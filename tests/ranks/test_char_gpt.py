@@ -40,7 +40,7 @@ def _largest_finite_activations(history: dict[str, Any]) -> list[float]:
     for step in history["steps"].tolist():
         rows = zip(history[f"step.{step}.labels"].tolist(), history[f"step.{step}.values"].tolist(), strict=True)
         sizes = [max(abs(low), abs(high)) for label, (low, high) in rows if label.split("|")[0] == "forward"]
-        found.append(max(size for size in sizes if math.isfinite(size)))
+        found.append(max((size for size in sizes if math.isfinite(size)), default=0.0))
     return found
 
 

@@ -20,7 +20,7 @@ def _compiled(rank: int, world_size: int) -> Any:
         torch.compile(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)), backend="eager")
     )
     optimizer = sgd(model)
-    guard = guard_of(model, optimizer, on_fault="skip")
+    guard = guard_of(model, optimizer, on_fault="skip", layers="every")
     run_step(guard, optimizer, torch.randn(4, 4))
     before = state_of(model)
     (guard(torch.randn(4, 4)).sum() * (INF if rank == 1 else 1.0)).backward()
@@ -28,7 +28,7 @@ def _compiled(rank: int, world_size: int) -> Any:
     moved = [name for name, value in state_of(model).items() if before[name] != value]
     optimizer.zero_grad()
     guard.close()
-    guard = guard_of(model, optimizer)
+    guard = guard_of(model, optimizer, layers="every")
     try:
         for step in range(3):
             run_step(guard, optimizer, torch.randn(4, 4) / (0.0 if rank == 1 and step == 1 else 1.0))
