@@ -17,7 +17,7 @@ from ddp_nanguard.replay.outcome_text import outcome_text
 from ddp_nanguard.replay.session import origin_rank
 from ddp_nanguard.report.types import Site
 from ddp_nanguard.script.launch import Ended, run_script, world_size_of
-from ddp_nanguard.script.request import ReplayRequest
+from ddp_nanguard.script.request import TRACE_ALONE, ReplayRequest
 from ddp_nanguard.wrappers import wrapper_class
 
 
@@ -35,15 +35,24 @@ def replay_script(options: argparse.Namespace) -> int:
     if reason is not None:
         return _tell_cannot(options, dump, rank, reason)
     runs = _Runs(dump, rank, options)
-    ended = runs.run(trace=options.trace or options.pdb)
+    wants_trace, is_compiled = options.trace or options.pdb, dump.manifest.wrapper_description.compiled
+    ended = runs.run(trace=wants_trace and not is_compiled)
     if ended.data is None:
         return _tell_cannot(options, dump, rank, _no_guard(ended))
-    code = int(ended.data.pop("exit_code"))
-    results = [] if code == EXIT_CODES[Outcome.CANNOT] else list(_told(options, runs.experiments(ended.data)))
+    data, code, results = ended.data, int(ended.data.pop("exit_code")), list[ExperimentResult]()
+    if code != EXIT_CODES[Outcome.CANNOT]:
+        if wants_trace and is_compiled:  # a trace runs it eagerly, which is another step
+            data |= _of_trace(runs.run(trace=True, experiment=TRACE_ALONE).data or {})
+        results = list(_told(options, runs.experiments(data)))
     if options.json:
         experiments = {result.name: result.to_dict() for result in results}
-        print(json.dumps({**ended.data, **({"experiments": experiments} if results else {})}))
+        print(json.dumps({**data, **({"experiments": experiments} if results else {})}))
     return code
+
+
+def _of_trace(data: dict[str, Any]) -> dict[str, Any]:
+    """What a traced run adds to the outcome of another one."""
+    return {key: data[key] for key in ("trace", "cause", "not_run") if key in data}
 
 
 def _require_fitting(options: argparse.Namespace) -> None:

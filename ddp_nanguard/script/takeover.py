@@ -48,7 +48,7 @@ from ddp_nanguard.wrappers import Wrapper, wrapper_of
 from .ending import end, end_cannot, end_wrong_usage
 from .monitor import ScriptMonitor
 from .recorded_step import RecordedBatches, RecordedCall, RecordedStep
-from .request import ReplayRequest
+from .request import TRACE_ALONE, ReplayRequest
 from .stand_in import StandIn
 
 
@@ -130,10 +130,12 @@ class Takeover:
         self._prepare_contexts(rebuilt)
         call = RecordedCall(self._step, self.monitor.has_loader, self.monitor.begins_micro_batch)
         rebuilt.wrapper.model.register_forward_pre_hook(call, prepend=True, with_kwargs=True)
+        if self._step.is_of_calls:
+            rebuilt.wrapper.model.register_forward_hook(call.keep_outputs)
 
     def _prepare_contexts(self, rebuilt: Rebuilt) -> None:
         step, request = self._step, self._request
-        if request.experiment is not None:
+        if request.experiment not in (None, TRACE_ALONE):
             change = around_experiment(request.experiment)
             step.contexts.append(lambda: change(rebuilt, step.window))
         if request.trace or request.stop_at is not None:
@@ -179,20 +181,23 @@ class Takeover:
         step.around.close()
         self._run.notes += list(dict.fromkeys(step.notes))
         again = gathered(self._run, step.losses)
-        if self._request.experiment is not None:
+        if self._request.experiment not in (None, TRACE_ALONE):
             self._end_experiment(again)
-        compiled = not self._request.trace and is_compiled(step.rebuilt.wrapper.model)
-        result = compare(self._dump, self._rank, self._losses, again, self._alone, compiled or not self._alone)
-        self._remark_calls(result)
+        # a trace runs compiled code eagerly
+        compiled = self._step.watcher is None and (is_compiled(step.rebuilt.wrapper.model) or not self._alone)
+        result = compare(self._dump, self._rank, self._losses, again, self._alone, compiled)
+        self._judge_calls(result)
         if self._alone:
             self._end_alone(result, again)
         self._end_on_all_ranks(result, again)
 
-    def _remark_calls(self, result: Result) -> None:
-        if result.outcome is not Outcome.SAME and self._step.is_of_calls:
-            result.notes.append(
-                "the dump holds the arguments of the model's calls only: a loss that takes anything else, such as "
-                "labels, took the script's own; train with batches from guard.steps(loader)"
+    def _judge_calls(self, result: Result) -> None:
+        """Where only the model's arguments were recorded, a loss with the script's own labels says nothing."""
+        if result.outcome is not Outcome.SAME and self._step.loss_takes_more:
+            result.outcome = Outcome.CANNOT
+            result.reason = (
+                "the loss takes tensors that did not come through the guard, such as labels, and met other ones here: "
+                "train with batches from guard.steps(loader), so that the dump has them"
             )
 
     def _end_experiment(self, again: StepResult) -> NoReturn:
@@ -204,7 +209,7 @@ class Takeover:
         if self._step.watcher is not None:
             found = diagnosis_of(self._dump, self._step.watcher.result(again), result)
             data |= found.to_dict()
-            text += "\n" + diagnosis_text(found)
+            text = "\n".join([*([text] if self._request.experiment is None else [""]), diagnosis_text(found)])
         end(self._request, data, text, EXIT_CODES[result.outcome])
 
     def _end_on_all_ranks(self, result: Result, again: StepResult) -> NoReturn:
@@ -233,7 +238,8 @@ class Takeover:
                 self._finish()
         frame = next((f for f, _ in reversed(list(traceback.walk_tb(error.__traceback__))) if is_users_own(f)), None)
         where = f" in {frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
-        self._cannot(f"the script raised {type(error).__name__}{where} before the update: see its traceback")
+        traced = "; without --trace it may not" if self._step.watcher is not None else ""
+        self._cannot(f"the script raised {type(error).__name__}{where} before the update, see its traceback{traced}")
 
     def _raised_then(self) -> bool:
         return self._dump.manifest.alone or self._dump.report.single_rank_view
