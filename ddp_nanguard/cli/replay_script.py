@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,8 @@ from ddp_nanguard.errors import DumpError
 from ddp_nanguard.replay.outcome import EXIT_CODES, Outcome, first_own_site, not_replayable, why_not_replayable
 from ddp_nanguard.replay.outcome_text import outcome_text
 from ddp_nanguard.replay.session import origin_rank
-from ddp_nanguard.report.types import Site
+from ddp_nanguard.report.command_text import replay_all_text, script_text
+from ddp_nanguard.report.types import Phase, Site
 from ddp_nanguard.script.launch import Ended, run_script, world_size_of
 from ddp_nanguard.script.request import TRACE_ALONE, ReplayRequest
 from ddp_nanguard.wrappers import wrapper_class
@@ -33,6 +35,9 @@ def replay_script(options: argparse.Namespace) -> int:
     dump.evidence(rank)  # raises where the dump has no such rank
     reason = why_not_replayable(dump, alone=True)
     if reason is not None:
+        if dump.report.origin is not None and dump.report.origin.phase is Phase.REDUCE:
+            paths = os.pathsep.join(options.dump)
+            reason += f": {replay_all_text(paths, script_text(options.job), dump.world_size)}"
         return _tell_cannot(options, dump, rank, reason)
     runs = _Runs(dump, rank, options)
     wants_trace, is_compiled = options.trace or options.pdb, dump.manifest.wrapper_description.compiled

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ddp_nanguard.capture.window import MicroBatch
 from ddp_nanguard.context import GuardContext
 from ddp_nanguard.diagnosis.all_ranks import told_by_all_ranks
 from ddp_nanguard.diagnosis.diagnose import diagnosis_of
@@ -28,6 +29,7 @@ from ddp_nanguard.diagnosis.trace.events import Event
 from ddp_nanguard.diagnosis.trace.traced_step import Watcher
 from ddp_nanguard.diagnosis.trace_text import diagnosis_text
 from ddp_nanguard.distributed.exit import watch_exit
+from ddp_nanguard.dump.batch_codec import unregistered_type
 from ddp_nanguard.dump.read import Dump, open_dump
 from ddp_nanguard.errors import DumpError
 from ddp_nanguard.hooks.frames import is_users_own
@@ -42,9 +44,10 @@ from ddp_nanguard.replay.outcome_text import outcome_text
 from ddp_nanguard.replay.rebuild import Rebuilt, require_matching_parameters
 from ddp_nanguard.replay.recipe import Recipe
 from ddp_nanguard.replay.run_step import Run, StepResult, gathered, monitored
-from ddp_nanguard.replay.session import is_compiled, unregistered_batch, what_needs_peers
+from ddp_nanguard.replay.session import is_compiled, what_needs_peers
 from ddp_nanguard.wrappers import Wrapper, wrapper_of
 
+from .batch_types import LoadedTypes
 from .ending import end, end_cannot, end_wrong_usage
 from .monitor import ScriptMonitor
 from .recorded_step import RecordedBatches, RecordedCall, RecordedStep
@@ -106,8 +109,8 @@ class Takeover:
         self._refuse(self._why_not_alone(wrapper) if self._alone else None)
         require_matching_parameters(dump, model, "script", "command")
         device = _device_of(wrapper)
-        window = dump.window(rank, device=device)
-        self._refuse(unregistered_batch(window))
+        window = dump.window(rank, types=LoadedTypes(), device=device)
+        self._refuse(_foreign_batch(window))
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
         recipe = Recipe(model=wrapper.root, step=_no_step)
         rebuilt = Rebuilt(dump, rank, recipe, wrapper, optimizers, scaler, device, self._group)
@@ -269,6 +272,14 @@ def _as_list(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 def _device_of(wrapper: Wrapper) -> torch.device:
     return next((wrapper.local(p).device for _, p in wrapper.named_parameters()), torch.device("cpu"))
+
+
+def _foreign_batch(window: list[MicroBatch]) -> str | None:
+    """Why a batch cannot be given to the script: it holds a class that is not built by its name. None if it can."""
+    names = [name for micro_batch in window if (name := unregistered_type(micro_batch.batch)) is not None]
+    if not names:
+        return None
+    return f"the batch holds a {names[0]}, which is no dataclass: hand a dataclass, dict or tuple to the loop"
 
 
 def _no_step(model: Any, batch: Any) -> Any:
