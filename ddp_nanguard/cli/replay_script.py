@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,9 +16,10 @@ from ddp_nanguard.errors import DumpError
 from ddp_nanguard.replay.outcome import EXIT_CODES, Outcome, first_own_site, not_replayable, why_not_replayable
 from ddp_nanguard.replay.outcome_text import outcome_text
 from ddp_nanguard.replay.session import origin_rank
-from ddp_nanguard.report.types import Site
+from ddp_nanguard.report.command_text import replay_all_text, script_text
+from ddp_nanguard.report.types import Phase, Site
 from ddp_nanguard.script.launch import Ended, run_script, world_size_of
-from ddp_nanguard.script.request import ReplayRequest
+from ddp_nanguard.script.request import TRACE_ALONE, ReplayRequest
 from ddp_nanguard.wrappers import wrapper_class
 
 
@@ -33,17 +35,29 @@ def replay_script(options: argparse.Namespace) -> int:
     dump.evidence(rank)  # raises where the dump has no such rank
     reason = why_not_replayable(dump, alone=True)
     if reason is not None:
+        if dump.report.origin is not None and dump.report.origin.phase is Phase.REDUCE:
+            paths = os.pathsep.join(options.dump)
+            reason += f": {replay_all_text(paths, script_text(options.job), dump.world_size)}"
         return _tell_cannot(options, dump, rank, reason)
     runs = _Runs(dump, rank, options)
-    ended = runs.run(trace=options.trace or options.pdb)
+    wants_trace, is_compiled = options.trace or options.pdb, dump.manifest.wrapper_description.compiled
+    ended = runs.run(trace=wants_trace and not is_compiled)
     if ended.data is None:
         return _tell_cannot(options, dump, rank, _no_guard(ended))
-    code = int(ended.data.pop("exit_code"))
-    results = [] if code == EXIT_CODES[Outcome.CANNOT] else list(_told(options, runs.experiments(ended.data)))
+    data, code, results = ended.data, int(ended.data.pop("exit_code")), list[ExperimentResult]()
+    if code != EXIT_CODES[Outcome.CANNOT]:
+        if wants_trace and is_compiled:  # a trace runs it eagerly, which is another step
+            data |= _of_trace(runs.run(trace=True, experiment=TRACE_ALONE).data or {})
+        results = list(_told(options, runs.experiments(data)))
     if options.json:
         experiments = {result.name: result.to_dict() for result in results}
-        print(json.dumps({**ended.data, **({"experiments": experiments} if results else {})}))
+        print(json.dumps({**data, **({"experiments": experiments} if results else {})}))
     return code
+
+
+def _of_trace(data: dict[str, Any]) -> dict[str, Any]:
+    """What a traced run adds to the outcome of another one."""
+    return {key: data[key] for key in ("trace", "cause", "not_run") if key in data}
 
 
 def _require_fitting(options: argparse.Namespace) -> None:

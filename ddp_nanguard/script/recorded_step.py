@@ -23,6 +23,9 @@ from ddp_nanguard.replay.rebuild import (
     own_numbers,
 )
 from ddp_nanguard.replay.run_step import Run
+from ddp_nanguard.tensors.containers import tensors_in
+
+from .loss_graph import nodes_of, takes_more
 
 
 class RecordedStep:
@@ -38,6 +41,8 @@ class RecordedStep:
         watcher: of the trace; None without one.
         losses: watched ones by (micro-batch, name).
         num_served: micro-batches handed out so far.
+        outputs: nodes of autograd that made what the model gave last, where the batches are arguments of its calls.
+        loss_takes_more: whether a watched loss met tensors that are not in the dump then.
     """
 
     def __init__(self, rebuilt: Rebuilt, window: list[MicroBatch], cannot: Callable[[str], Any]) -> None:
@@ -49,6 +54,8 @@ class RecordedStep:
         self.losses: dict[tuple[int, str], Tensor] = {}
         self.notes = own_numbers(rebuilt.dump, rebuilt.optimizers)
         self.num_served = 0
+        self.outputs: frozenset[Any] = frozenset()
+        self.loss_takes_more = False
         self._marks: list[Any] = []
 
     # -- state -----------------------------------------------------------------------------------------------------
@@ -111,6 +118,8 @@ class RecordedStep:
     def keep_loss(self, micro_batch: int, name: str, loss: Tensor) -> None:
         """A loss that the script watches."""
         self.losses[micro_batch, name] = loss.detach()
+        if self.is_of_calls and loss.grad_fn is not None and takes_more(loss, self.outputs):
+            self.loss_takes_more = True
         if self.watcher is not None:
             self.watcher.keep_loss(name, loss)
 
@@ -173,3 +182,8 @@ class RecordedCall:
             )
         batch = self._step.serve()
         return tuple(batch["args"]), dict(batch["kwargs"])
+
+    def keep_outputs(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Hook after the model: what the loss may be made of."""
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            self._step.outputs = nodes_of(tensors_in(output))

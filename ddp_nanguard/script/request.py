@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from ddp_nanguard.config import ENV_REPLAY, ENV_REPLAY_OPTIONS, replay_texts
 from ddp_nanguard.errors import DumpError
 
+TRACE_ALONE = "trace"
+"""An experiment that changes nothing: what the trace says is printed, the outcome is not."""
+
 
 @dataclass(frozen=True)
 class ReplayRequest:
@@ -21,8 +24,8 @@ class ReplayRequest:
         rank: the rank whose step this process runs alone; None where each process runs the step of its own rank.
         as_rank: alone, the rank that the script sees.
         world_size: alone, the number of ranks that the script sees.
-        experiment: alone, what is changed: ``plain``, ``float32``, ``deterministic``, ...; None for a replay that is
-            compared with the record.
+        experiment: alone, what is changed: ``plain``, ``float32``, ``deterministic``, ...; `TRACE_ALONE` where only the
+            trace is wanted; None for a replay that is compared with the record.
         stop_at: alone, the operator at which a debugger opens, as (order, name); None for none.
         result: alone, the file for the result; None where nobody reads one.
     """

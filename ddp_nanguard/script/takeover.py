@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ddp_nanguard.capture.window import MicroBatch
 from ddp_nanguard.context import GuardContext
 from ddp_nanguard.diagnosis.all_ranks import told_by_all_ranks
 from ddp_nanguard.diagnosis.diagnose import diagnosis_of
@@ -28,6 +29,7 @@ from ddp_nanguard.diagnosis.trace.events import Event
 from ddp_nanguard.diagnosis.trace.traced_step import Watcher
 from ddp_nanguard.diagnosis.trace_text import diagnosis_text
 from ddp_nanguard.distributed.exit import watch_exit
+from ddp_nanguard.dump.batch_codec import unregistered_type
 from ddp_nanguard.dump.read import Dump, open_dump
 from ddp_nanguard.errors import DumpError
 from ddp_nanguard.hooks.frames import is_users_own
@@ -42,13 +44,14 @@ from ddp_nanguard.replay.outcome_text import outcome_text
 from ddp_nanguard.replay.rebuild import Rebuilt, require_matching_parameters
 from ddp_nanguard.replay.recipe import Recipe
 from ddp_nanguard.replay.run_step import Run, StepResult, gathered, monitored
-from ddp_nanguard.replay.session import is_compiled, unregistered_batch, what_needs_peers
+from ddp_nanguard.replay.session import is_compiled, what_needs_peers
 from ddp_nanguard.wrappers import Wrapper, wrapper_of
 
+from .batch_types import LoadedTypes
 from .ending import end, end_cannot, end_wrong_usage
 from .monitor import ScriptMonitor
 from .recorded_step import RecordedBatches, RecordedCall, RecordedStep
-from .request import ReplayRequest
+from .request import TRACE_ALONE, ReplayRequest
 from .stand_in import StandIn
 
 
@@ -106,8 +109,8 @@ class Takeover:
         self._refuse(self._why_not_alone(wrapper) if self._alone else None)
         require_matching_parameters(dump, model, "script", "command")
         device = _device_of(wrapper)
-        window = dump.window(rank, device=device)
-        self._refuse(unregistered_batch(window))
+        window = dump.window(rank, types=LoadedTypes(), device=device)
+        self._refuse(_foreign_batch(window))
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
         recipe = Recipe(model=wrapper.root, step=_no_step)
         rebuilt = Rebuilt(dump, rank, recipe, wrapper, optimizers, scaler, device, self._group)
@@ -130,6 +133,8 @@ class Takeover:
         self._prepare_contexts(rebuilt)
         call = RecordedCall(self._step, self._has_batch, self.monitor.begins_micro_batch)
         rebuilt.wrapper.model.register_forward_pre_hook(call, prepend=True, with_kwargs=True)
+        if self._step.is_of_calls:
+            rebuilt.wrapper.model.register_forward_hook(call.keep_outputs)
 
     def _has_batch(self) -> bool:
         """Whether the recorded batch has come to the model on another way than by its arguments."""
@@ -137,7 +142,7 @@ class Takeover:
 
     def _prepare_contexts(self, rebuilt: Rebuilt) -> None:
         step, request = self._step, self._request
-        if request.experiment is not None:
+        if request.experiment not in (None, TRACE_ALONE):
             change = around_experiment(request.experiment)
             step.contexts.append(lambda: change(rebuilt, step.window))
         if request.trace or request.stop_at is not None:
@@ -183,20 +188,23 @@ class Takeover:
         step.around.close()
         self._run.notes += list(dict.fromkeys(step.notes))
         again = gathered(self._run, step.losses)
-        if self._request.experiment is not None:
+        if self._request.experiment not in (None, TRACE_ALONE):
             self._end_experiment(again)
-        compiled = not self._request.trace and is_compiled(step.rebuilt.wrapper.model)
-        result = compare(self._dump, self._rank, self._losses, again, self._alone, compiled or not self._alone)
-        self._remark_calls(result)
+        # a trace runs compiled code eagerly
+        compiled = self._step.watcher is None and (is_compiled(step.rebuilt.wrapper.model) or not self._alone)
+        result = compare(self._dump, self._rank, self._losses, again, self._alone, compiled)
+        self._judge_calls(result)
         if self._alone:
             self._end_alone(result, again)
         self._end_on_all_ranks(result, again)
 
-    def _remark_calls(self, result: Result) -> None:
-        if result.outcome is not Outcome.SAME and self._step.is_of_calls:
-            result.notes.append(
-                "the dump holds the arguments of the model's calls only: a loss that takes anything else, such as "
-                "labels, took the script's own; train with batches from guard.steps(loader)"
+    def _judge_calls(self, result: Result) -> None:
+        """Where only the model's arguments were recorded, a loss with the script's own labels says nothing."""
+        if result.outcome is not Outcome.SAME and self._step.loss_takes_more:
+            result.outcome = Outcome.CANNOT
+            result.reason = (
+                "the loss takes tensors that did not come through the guard, such as labels, and met other ones here: "
+                "train with batches from guard.steps(loader), so that the dump has them"
             )
 
     def _end_experiment(self, again: StepResult) -> NoReturn:
@@ -208,7 +216,7 @@ class Takeover:
         if self._step.watcher is not None:
             found = diagnosis_of(self._dump, self._step.watcher.result(again.notes), result)
             data |= found.to_dict()
-            text += "\n" + diagnosis_text(found)
+            text = "\n".join([*([text] if self._request.experiment is None else [""]), diagnosis_text(found)])
         end(self._request, data, text, EXIT_CODES[result.outcome])
 
     def _end_on_all_ranks(self, result: Result, again: StepResult) -> NoReturn:
@@ -237,7 +245,8 @@ class Takeover:
                 self._finish()
         frame = next((f for f, _ in reversed(list(traceback.walk_tb(error.__traceback__))) if is_users_own(f)), None)
         where = f" in {frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
-        self._cannot(f"the script raised {type(error).__name__}{where} before the update: see its traceback")
+        traced = "; without --trace it may not" if self._step.watcher is not None else ""
+        self._cannot(f"the script raised {type(error).__name__}{where} before the update, see its traceback{traced}")
 
     def _raised_then(self) -> bool:
         return self._dump.manifest.alone or self._dump.report.single_rank_view
@@ -267,6 +276,14 @@ def _as_list(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 def _device_of(wrapper: Wrapper) -> torch.device:
     return next((wrapper.local(p).device for _, p in wrapper.named_parameters()), torch.device("cpu"))
+
+
+def _foreign_batch(window: list[MicroBatch]) -> str | None:
+    """Why a batch cannot be given to the script: it holds a class that is not built by its name. None if it can."""
+    names = [name for micro_batch in window if (name := unregistered_type(micro_batch.batch)) is not None]
+    if not names:
+        return None
+    return f"the batch holds a {names[0]}, which is no dataclass: hand a dataclass, dict or tuple to the loop"
 
 
 def _no_step(model: Any, batch: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=16)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--share", action="store_true")
+    parser.add_argument("--bare", action="store_true")
     parser.add_argument("--out")
     return parser.parse_args()
 
@@ -56,6 +58,18 @@ def balanced_loss(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return ((errors * targets).sum(0) / targets.sum(0)).mean()
 
 
+@dataclass
+class Batch:
+    """What the loop gets."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+def collated(rows: list[tuple[torch.Tensor, torch.Tensor]]) -> Batch:
+    return Batch(torch.stack([x for x, _ in rows]), torch.stack([y for _, y in rows]))
+
+
 def loader(world_size: int) -> DataLoader:
     """In the fourth batch of the last rank a class is absent."""
     x = torch.randn(48 * world_size, 8, generator=torch.Generator().manual_seed(3))
@@ -63,7 +77,8 @@ def loader(world_size: int) -> DataLoader:
     absent = y[world_size - 1 :: world_size][24:32]
     absent[absent == 3] = 2
     dataset = TensorDataset(x, y)
-    return DataLoader(dataset, batch_size=8, sampler=DistributedSampler(dataset, shuffle=False))
+    sampler = DistributedSampler(dataset, shuffle=False)
+    return DataLoader(dataset, batch_size=8, sampler=sampler, collate_fn=collated)
 
 
 def main() -> None:
@@ -82,10 +97,11 @@ def main() -> None:
     guard.register(average=average)
     if args.out and not is_replay():
         print("a server is told of the run", flush=True)
-    for step, (x, y) in enumerate(guard.steps(loader(dist.get_world_size()))):
+    batches = loader(dist.get_world_size())
+    for step, batch in enumerate(batches if args.bare else guard.steps(batches)):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=args.amp):
-            logits = guard(x)
-        loss = balanced_loss(logits, y)
+            logits = guard(batch.x)
+        loss = balanced_loss(logits, batch.y)
         guard.watch(loss=loss)
         (loss if scaler is None else scaler.scale(loss)).backward()
         if (step + 1) % args.accumulate:

@@ -44,6 +44,21 @@ def test_another_script_is_told_from_that_of_the_dump(dump: Path, tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
+def test_labels_that_did_not_come_through_the_guard_are_not_those_of_the_dump(tmp_path: Path) -> None:
+    bare = train(tmp_path, "in_main.py", "--bare")
+    ended = launch(tmp_path, "in_main.py", "--bare", NANGUARD_REPLAY=str(bare))
+    assert [outcome.exit_code for outcome in ended] == [5, 5], [outcome.describe() for outcome in ended]
+    assert "the loss takes tensors that did not come through the guard, such as labels" in ended[0].output
+    other = launch(tmp_path, "in_main.py", NANGUARD_REPLAY=str(bare))
+    assert all("training called the model without guard.steps" in outcome.output for outcome in other)
+
+
+def test_a_batch_has_to_come_through_the_guard(dump: Path, tmp_path: Path) -> None:
+    ended = launch(tmp_path, "in_main.py", "--accumulate", "2", "--bare", NANGUARD_REPLAY=str(dump))
+    assert [outcome.exit_code for outcome in ended] == [5, 5], [outcome.describe() for outcome in ended]
+    assert "the batch does not come through the guard: take it from guard.steps(loader)" in ended[0].output
+
+
 def test_a_script_without_a_guard_says_which_line_is_missing(dump: Path) -> None:
     ended = replay(dump, "-c", "pass")
     assert ended.code == 5, ended
