@@ -112,8 +112,11 @@ def _check_all(looks: list[Look], world_size: int = 2) -> None:
     ],
 )
 def test_training_goes_on_to_the_bit(looks: list[Look]) -> None:
-    """After an error that the loop catches, a skipped step or a warning: weights, optimizer state, buffers, random
-    states, registered things and, where they are promised, gradients are those of a run without a second look."""
+    """Weights, optimizer state, buffers, random states and registered things are those of a run without a second look.
+
+    So they are after an error that the loop catches, a skipped step and a warning; gradients too, where they are
+    promised.
+    """
     _check_all(looks)
 
 
