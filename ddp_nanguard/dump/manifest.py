@@ -83,12 +83,13 @@ def write_shared_files(request: DumpRequest, dump: Path, final: Path, outcome: O
     _write_manifest(dump, dataclasses.replace(manifest, files=tuple(files)))
 
 
-def amend_report(dump: Path, report: FaultReport) -> None:
+def amend_report(dump: Path, report: FaultReport, rank: int) -> None:
     """Replace the report of a whole dump, in its manifest and in its text; a reader finds the old one or the new.
 
     Args:
         dump: the directory.
         report: of the same fault; path and notes stay those of the dump.
+        rank: that amends it: several may at once, where they have lost each other.
 
     Raises:
         DumpError, OSError: the manifest cannot be read or written; it is the old one then.
@@ -97,18 +98,18 @@ def amend_report(dump: Path, report: FaultReport) -> None:
     then = manifest.report
     notes = tuple(dict.fromkeys((*then.notes, *report.notes)))
     report = dataclasses.replace(report, dump_path=then.dump_path, notes=notes)
-    _write_manifest(dump, dataclasses.replace(manifest, report=report))
+    _write_manifest(dump, dataclasses.replace(manifest, report=report), f".{rank}-")
 
 
-def _write_manifest(dump: Path, manifest: Manifest) -> None:
+def _write_manifest(dump: Path, manifest: Manifest, hidden: str = ".") -> None:
     """The text for people, then the manifest, which marks a dump as whole; each renamed, so that no reader finds half.
 
     The text is not among the files with a checksum: it says nothing that the manifest does not.
     """
-    write_text(dump, f".{REPORT}", report_text(manifest.report, manifest))
-    write_json(dump, f".{MANIFEST}", manifest.to_dict())
+    write_text(dump, f"{hidden}{REPORT}", report_text(manifest.report, manifest))
+    write_json(dump, f"{hidden}{MANIFEST}", manifest.to_dict())
     for name in (REPORT, MANIFEST):
-        (dump / f".{name}").rename(dump / name)
+        (dump / f"{hidden}{name}").rename(dump / name)
 
 
 def _rank_entries(dump: Path) -> list[FileEntry]:

@@ -57,7 +57,7 @@ class FaultPolicy:
         self.num_skips = 0
         self.num_warned: dict[tuple[str, str | None], int] = {}
         self._looked_at: dict[tuple[str, int | None], int] = {}
-        self._amended: str | None = None  # the dump of this fault whose report is this rank's to amend
+        self._whole: tuple[Path, bool] | None = None  # the dump of this fault, and whether its report is this rank's
         # held while a fault is handled: the thread that hears of a peer's abort must not dump the same step once more
         self._busy = threading.Lock()
 
@@ -211,7 +211,7 @@ class FaultPolicy:
 
     def _dumped(self, report: FaultReport, findings: RankFindings, record: StepRecord) -> FaultReport:
         context = self.context
-        self._amended = None
+        self._whole = None
         if context.config.dump_dir is None:
             return report
         try:
@@ -229,8 +229,8 @@ class FaultPolicy:
         if result.is_partial:
             notes.append(f"dump: {path} cannot be read, since it was not finished")
             path = None
-        elif result.leads:
-            self._amended = result.path
+        elif result.path is not None:
+            self._whole = Path(result.path), result.leads
         return _with_notes(replace(report, dump_path=path), notes)
 
     # -- the second look ---------------------------------------------------------------------------------------------
@@ -247,19 +247,22 @@ class FaultPolicy:
         report = told_why(context, record, looked, judgement.cause)
         if report.second_look is not None:
             _log.error("%s", looked_line(report))
-        self._amend(report)
+        self._amend(report, alone=context.ranks.peers_lost)
         return replace(looked, report=report)
 
-    def _amend(self, report: FaultReport) -> None:
-        if self._amended is not None:
-            try:
-                amend_report(Path(self._amended), report)
-            except (DumpError, OSError) as error:
-                _log.error("dump: %s keeps the report from before the second look: %s", self._amended, error)
+    def _amend(self, report: FaultReport, alone: bool) -> None:
+        """Put the report into the dump: one rank does, or, where it may be gone, each that is left."""
+        if self._whole is None or not (self._whole[1] or alone):
+            return
+        try:
+            amend_report(self._whole[0], report, self.context.ranks.rank)
+        except (DumpError, OSError) as error:
+            _log.error("dump: %s keeps the report from before the second look: %s", self._whole[0], error)
 
     def _end_in_silence(self, record: StepRecord, report: FaultReport) -> None:
         """Peers are gone, and this rank's main thread waits for them in the second look: end the process."""
-        self._amend(report)
+        report = report if self.context.config.on_fault == "stop" else _cannot_go_on(report)
+        self._amend(report, alone=True)
         config = self.context.config
         sys.stderr.write(f"{NonFiniteError.__name__}: {self._text(report)}\n")
         exit_process(config.exit_code)
@@ -297,7 +300,7 @@ class FaultPolicy:
 
 
 def _cannot_go_on(report: FaultReport) -> FaultReport:
-    note = "the second look did not end on this sharded model, so that training on would use what it left behind"
+    note = "no rank trains on: the second look did not end on all of them, and what it left behind cannot be trusted"
     return replace(report, notes=(*report.notes, note))
 
 

@@ -22,7 +22,7 @@ from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.context import GuardContext
 from ddp_nanguard.diagnosis.rules import TraceFacts
 from ddp_nanguard.diagnosis.trace.traced_step import Watcher
-from ddp_nanguard.report.types import FaultReport, SecondLook
+from ddp_nanguard.report.types import FaultReport, FirstOperator, SecondLook
 
 from .obstacles import of_the_report, of_this_rank
 from .outcome import Concluded, as_compiled, concluded, is_bad_here, merged
@@ -83,6 +83,10 @@ class _NotDoneError(Exception):
     """The second look ends here, on all ranks alike."""
 
 
+class _PeersGoneError(RuntimeError):
+    """Some rank did not come to the end of the step, so that no peer can be asked any more."""
+
+
 def look_again(fault: Fault) -> Looked:
     """Run the step of a fault once more, and report what is seen; never an exception.
 
@@ -97,11 +101,12 @@ def look_again(fault: Fault) -> Looked:
     try:
         return look.look_at_update() if updates else look.look()
     except _NotDoneError as error:
-        return Looked(_not_done(fault.report, str(error)), must_stop=look.must_stop)
+        return Looked(look.given_up(str(error)), must_stop=look.must_stop)
     except Exception as error:  # peers were lost, or a defect in here: the fault is to be told all the same
         fault.context.ranks.peers_lost = True
         _log.debug("second look", exc_info=True)
-        return Looked(_not_done(fault.report, _line(error)), must_stop=True)
+        why = str(error) if isinstance(error, _PeersGoneError) else _line(error)
+        return Looked(look.given_up(why), look.findings, must_stop=True)
 
 
 class _Look:
@@ -112,6 +117,8 @@ class _Look:
         self.context = fault.context
         self.step = StepAgain(fault.context, fault.record, fault.keep_gradients)
         self.must_stop = False
+        self.shown: FaultReport | None = None  # by the run that was done, while another one goes on
+        self.findings: RankFindings | None = None
 
     def look(self) -> Looked:
         fault, ranks = self.fault, self.context.ranks
@@ -122,13 +129,23 @@ class _Look:
         second = self._run()
         seen = shared_report(second.context, second.record, second.findings, "")
         found = self._concluded(second, compiled)
-        if found.outcome == "finite":
-            found, place = self._with_filled_memory(found)
-        else:
-            place = self._place(second, merged(fault.report, seen, found), found)
-        report = merged(fault.report, seen, found)
-        look = SecondLook(found.outcome, found.text, place.operator)
-        return Looked(replace(report, second_look=look), second.findings, place.reason, self.must_stop)
+        self.shown, self.findings = _with_look(merged(fault.report, seen, found), found), second.findings
+        place = Place()
+        try:
+            if found.outcome == "finite":
+                found, place = self._with_filled_memory(found)
+            else:
+                place = self._place(second, self.shown, found)
+        except _NotDoneError as error:
+            self.shown = self.given_up(str(error))
+        report = _with_look(self.shown, found, place.operator)
+        return Looked(report, second.findings, place.reason, self.must_stop)
+
+    def given_up(self, why: str) -> FaultReport:
+        """What is reported where a run did not come to its end: what one before it has shown, if there was one."""
+        if self.shown is None:
+            return _not_done(self.fault.report, why)
+        return replace(self.shown, notes=(*self.shown.notes, f"the operator was not looked for: {why}"))
 
     def look_at_update(self) -> Looked:
         """The update alone, where its weights and gradients from before are there; the step before it was clean."""
@@ -172,42 +189,35 @@ class _Look:
 
         Raises:
             _NotDoneError: some rank could not run it to its end.
-            RuntimeError: peers are lost.
+            _PeersGoneError: some rank did not come to its end.
         """
         context, found, problem = self.context, None, None
+        ranks, timeout_s = context.ranks, context.config.timeout_s
         context.num_looks += 1
-        name = f"{context.ranks.name}/{context.num_looks}"
-        silence = f"no rank has shown a sign of life for {context.config.timeout_s:g} s"
-        with SignsOfLife(
-            name,
-            context.ranks.world_size,
-            context.config.timeout_s,
-            progress,
-            lambda: self.fault.on_silence(_not_done(self.fault.report, silence)),
-        ) as life:
+        name = f"{ranks.name}/{context.num_looks}"
+        with SignsOfLife(name, ranks.index, ranks.members, timeout_s, progress, self._on_silence) as life:
             try:
                 found = run()
             except (Exception, SystemExit) as error:
                 problem = _line(error)
                 _log.debug("second look", exc_info=True)
-            met = life.met(failed=problem is not None)
+            met = life.met(problem)
         if not met:
-            raise RuntimeError(silence if problem is None else problem)
-        shared = context.ranks.first_problem(problem)
+            raise _PeersGoneError(life.why_silent())
+        shared = ranks.first_problem(problem)
         if shared is not None or found is None:
-            self.must_stop = self.context.wrapper.is_sharded
+            self.must_stop = context.wrapper.is_sharded
             raise _NotDoneError(f"{shared}")
         return found
 
+    def _on_silence(self, why: str) -> None:
+        self.fault.on_silence(self.given_up(why))
+
     def _place(self, second: SecondRun, report: FaultReport, found: Concluded) -> Place:
         """Operator, line and reason, from one more run with a trace on the ranks where something is bad."""
-        try:
-            # a compiled step that failed may be finite eagerly, which its trace shows
-            was_bad = self.step.is_compiled and is_bad_here(self.fault.findings)
-            traced = self._run(traced=was_bad or is_bad_here(second.findings))
-        except _NotDoneError as error:
-            _log.warning("second look: no trace: %s", error)
-            return Place()
+        # a compiled step that failed may be finite eagerly, which its trace shows
+        was_bad = self.step.is_compiled and is_bad_here(self.fault.findings)
+        traced = self._run(traced=was_bad or is_bad_here(second.findings))
         return self._told(traced, report, found.outcome)
 
     def _told(self, traced: SecondRun, report: FaultReport, outcome: str) -> Place:
@@ -232,11 +242,8 @@ class _Look:
     def _with_filled_memory(self, found: Concluded) -> tuple[Concluded, Place]:
         """A fault that did not come again: does it, where memory that nobody has written holds NaN?"""
         is_suspect = self.context.ranks.rank in found.finite_ranks
-        try:
-            with _memory_filled():
-                again = self._run(traced=is_suspect)
-        except _NotDoneError:
-            return found, Place()
+        with _memory_filled():
+            again = self._run(traced=is_suspect)
         (is_bad,) = self.context.ranks.any_of(is_suspect and is_bad_here(again.findings))
         if not is_bad:
             return found, Place()
@@ -258,6 +265,10 @@ def _memory_filled() -> Iterator[None]:
     finally:
         settings.fill_uninitialized_memory = fills
         torch.use_deterministic_algorithms(enabled, warn_only=warns)
+
+
+def _with_look(report: FaultReport, found: Concluded, operator: FirstOperator | None = None) -> FaultReport:
+    return replace(report, second_look=SecondLook(found.outcome, found.text, operator))
 
 
 def _not_done(report: FaultReport, why: str) -> FaultReport:

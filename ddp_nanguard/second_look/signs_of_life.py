@@ -5,7 +5,8 @@ The step may communicate, so a rank that raises, stalls or dies in it leaves its
 and cannot be left. Every rank therefore has a thread, which adds to a counter in the job's store whenever its main
 thread has done something, and reads that counter. Where nobody has done anything for ``timeout_s``, the thread ends its
 process: the dump is written by then, and the report is told. Ranks that have finished wait for the others by the same
-counter. A slow rank, such as one that traces every operator, is waited for.
+counter. A slow rank, such as one that traces every operator, is waited for. What a rank failed of stands in the store
+too, so that all that end because of it give the same reason.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
+
+from ddp_nanguard.report.wording import listed
 
 _log = logging.getLogger(__name__)
 
@@ -30,22 +33,25 @@ class SignsOfLife:
 
     Args:
         name: the same on all ranks, and of no other run of the job.
-        num_ranks: that take part.
+        index: of this rank among those that take part.
+        ranks: that take part, by their numbers in the job.
         timeout_s: how long nothing may happen on any rank.
         progress: a number that changes as the step goes on; read on another thread.
-        on_silence: called on that thread when nothing has happened for ``timeout_s`` while the step runs here.
+        on_silence: called on that thread with the reason when nothing has happened for ``timeout_s`` while the step
+            runs here.
     """
 
     def __init__(
         self,
         name: str,
-        num_ranks: int,
+        index: int,
+        ranks: Sequence[int],
         timeout_s: float,
         progress: Callable[[], int],
-        on_silence: Callable[[], None],
+        on_silence: Callable[[str], None],
     ) -> None:
         self._key = f"ddp_nanguard/look/{name}"
-        self._num_ranks = num_ranks
+        self._index, self._ranks = index, ranks
         self._timeout_s = timeout_s
         self._progress = progress
         self._on_silence = on_silence
@@ -56,7 +62,7 @@ class SignsOfLife:
         self._beats, self._done_here, self._last_s = 0, -1, time.monotonic()
 
     def __enter__(self) -> SignsOfLife:
-        if self._num_ranks > 1:
+        if len(self._ranks) > 1:
             shared: Any = dist.distributed_c10d._get_default_store()
             self._store = shared.clone()  # the shared one may be blocked by a main thread that waits in it
             self._thread = threading.Thread(target=self._listen, name="ddp_nanguard-second-look", daemon=True)
@@ -70,11 +76,11 @@ class SignsOfLife:
         if self._thread is not None:
             self._thread.join()
 
-    def met(self, failed: bool) -> bool:
+    def met(self, problem: str | None) -> bool:
         """The step has ended here: whether all ranks have come to its end; waits for them as long as they live.
 
         Args:
-            failed: whether this rank could not run it to its end.
+            problem: why this rank could not run it to its end; None where it could.
 
         Collective: none; a few operations on the store.
         """
@@ -83,20 +89,44 @@ class SignsOfLife:
             return True
         self._thread.join()
         try:
-            if failed:
-                self._store.set(f"{self._key}/failed", "1")
-            self._store.add(f"{self._key}/beats", 1)
-            ended = self._store.add(f"{self._key}/ended", 1)
-            while ended < self._num_ranks:
+            self._tell_end(problem)
+            while self._store.add(f"{self._key}/ended", 0) < len(self._ranks):
                 time.sleep(0.02)
                 self._hear()
                 if self._is_silent():
                     return False
-                ended = self._store.add(f"{self._key}/ended", 0)
         except RuntimeError as error:
             _log.warning("second look: the job's store does not answer: %s", error)
             return False
         return True
+
+    def _tell_end(self, problem: str | None) -> None:
+        if problem is not None:
+            self._tell_failure(f"rank {self._ranks[self._index]}: {problem}")
+        self._store.set(f"{self._key}/ended/{self._index}", "1")
+        self._store.add(f"{self._key}/beats", 1)
+        self._store.add(f"{self._key}/ended", 1)
+
+    def _tell_failure(self, text: str) -> None:
+        """The first failure is that of all: the others follow from it."""
+        if not self._has_failed():
+            self._store.set(f"{self._key}/failed", text)
+
+    def why_silent(self) -> str:
+        """Why nothing happens any more; the same on all ranks that can reach the job's store."""
+        try:
+            # said before anybody ends: then the connections break, which would be no reason at all
+            self._tell_failure(self._silence())
+            return str(self._store.get(f"{self._key}/failed").decode(errors="replace"))
+        except RuntimeError:  # the store is gone
+            return f"no rank has shown a sign of life for {self._timeout_s:g} s"
+
+    def _silence(self) -> str:
+        silence = f"no rank has shown a sign of life for {self._timeout_s:g} s"
+        running = [r for i, r in enumerate(self._ranks) if not self._store.check([f"{self._key}/ended/{i}"])]
+        if not 0 < len(running) < len(self._ranks):
+            return silence
+        return f"{silence}; {'ranks' if len(running) > 1 else 'rank'} {listed(running)} did not come to the end"
 
     # -- on the thread -------------------------------------------------------------------------------------------------
 
@@ -109,7 +139,7 @@ class SignsOfLife:
             except RuntimeError:
                 pass  # the store is gone: what this rank does itself is all that can be seen
             if self._is_silent() and not self._stop.is_set():
-                self._on_silence()
+                self._on_silence(self.why_silent())
                 return
 
     def _beat(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .events import Event
@@ -21,6 +22,7 @@ def key_of(tensor: Tensor) -> int:
 def storage_of(tensor: Tensor) -> Any:
     """The untyped storage of a tensor, the local one of a DTensor; None for tensors without storage."""
     local = getattr(tensor, "_local_tensor", tensor)  # DTensor
+    local = local.elem if isinstance(local, AsyncCollectiveTensor) else local  # a result that was not waited for
     try:
         return local.untyped_storage()
     except (RuntimeError, NotImplementedError, AttributeError):
