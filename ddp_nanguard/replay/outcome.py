@@ -296,7 +296,7 @@ def _compare_losses(recorded: list[MicroBatch], again: StepResult, result: Resul
             now = again.losses.get((micro_batch.index, name))
             key = f"{name} of micro-batch {micro_batch.index}"
             if now is None:
-                result.notes.append(f"{key} was watched in training; the recipe gives no such loss: not compared")
+                result.notes.append(f"{key} was watched in training; the step gives no such loss now: not compared")
                 continue
             result.losses[key] = same_tensor(then, now)
             result.loss_values[key] = f"{_shown(then)} then, {_shown(now)} now"
