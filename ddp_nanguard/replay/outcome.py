@@ -196,7 +196,7 @@ def _not_reproduced(result: Result) -> str:
     if result.differs:
         return f"every value is finite now; different here: {'; '.join(result.differs)}"
     return (
-        "every value is finite now. If you changed the code, the fault is gone. If not: the recipe's step is not what "
+        "every value is finite now. If you changed the code, the fault is gone. If not: this step is not what "
         "training did, or suspect nondeterminism or the recorded device's hardware"
     )
 
