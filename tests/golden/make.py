@@ -63,6 +63,7 @@ def _hide_machine() -> None:
     socket.gethostname = lambda: "golden"
     platform.platform = lambda aliased=False, terse=False: "Linux"
     sys.argv = ["train.py"]
+    sys.orig_argv = ["python", "train.py"]
 
 
 def make(target: Path) -> None:
@@ -74,7 +75,8 @@ def make(target: Path) -> None:
         shutil.copytree(dump, target)
         _hide_paths(target, {f"{root}/": "/job/", str(REPOSITORY): "/job"})
     _edit(target / "writer.json", MADE_UP_WRITER)
-    _edit(target / "manifest.json", {"created": CREATED})
+    run = json.loads((target / "manifest.json").read_text())["run"]
+    _edit(target / "manifest.json", {"created": CREATED, "run": {**run, "directory": "/job"}})
     _list_again(target)
 
 

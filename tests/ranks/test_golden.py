@@ -93,7 +93,9 @@ def test_the_report(dump: Dump) -> None:
 def test_the_manifest(dump: Dump) -> None:
     manifest = dump.manifest
     assert manifest.created == "2026-01-01T00:00:00+0000"
-    assert manifest.run == Run("golden-localhost-29500-0", ("train.py",), "/job/tests")
+    launcher = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "set"}
+    command = ("python", "train.py")
+    assert manifest.run == Run("golden-localhost-29500-0", ("train.py",), "/job/tests", command, "/job", launcher)
     assert (manifest.wrapper_description.kind, manifest.wrapper_description.compiled) == ("ddp", False)
     assert (manifest.options.history, manifest.options.budget) == (2, None)
     assert manifest.recipe == "tests.golden.recipe:recipe"
