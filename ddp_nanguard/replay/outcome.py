@@ -208,7 +208,7 @@ def _not_reproduced(result: Result) -> str:
     if result.differs:
         return f"every value is finite now; different here: {'; '.join(result.differs)}"
     return (
-        "every value is finite now. If you changed the code, the fault is gone. If not: the recipe's step is not what "
+        "every value is finite now. If you changed the code, the fault is gone. If not: this step is not what "
         "training did, or suspect nondeterminism or the recorded device's hardware"
     )
 
@@ -310,7 +310,7 @@ def _compare_losses(recorded: list[MicroBatch], again: StepResult, result: Resul
             now = again.losses.get((micro_batch.index, name))
             key = f"{name} of micro-batch {micro_batch.index}"
             if now is None:
-                result.notes.append(f"{key} was watched in training; the recipe gives no such loss: not compared")
+                result.notes.append(f"{key} was watched in training; the step gives no such loss now: not compared")
                 continue
             result.losses[key] = same_tensor(then, now)
             result.loss_values[key] = f"{_shown(then)} then, {_shown(now)} now"

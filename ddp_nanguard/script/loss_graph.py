@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 _OPERANDS = ("_saved_target", "_saved_other", "_saved_weight", "_saved_index", "_saved_mask", "_saved_condition")
@@ -18,7 +19,7 @@ def nodes_of(tensors: Iterable[Tensor]) -> frozenset[Any]:
 
 
 def takes_more(loss: Tensor, outputs: frozenset[Any]) -> bool:
-    """Whether code between the model and the loss met a tensor of more than one element that needs no gradient.
+    """Whether code between the model and the loss met a tensor that needs no gradient.
 
     Args:
         loss: before its backward.
@@ -44,4 +45,7 @@ def _operands(node: Any) -> Iterator[Any]:
 
 
 def _is_constant(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.numel() > 1 and not value.requires_grad
+    """Whether it is a tensor without gradient, but no number of Python's, which autograd keeps in 64 bits."""
+    if not isinstance(value, Tensor) or value.requires_grad:
+        return False
+    return value.dim() > 0 or value.dtype not in (torch.float64, torch.int64)

@@ -206,6 +206,10 @@ class Takeover:
                 "the loss takes tensors that did not come through the guard, such as labels, and met other ones here: "
                 "train with batches from guard.steps(loader), so that the dump has them"
             )
+        elif result.outcome is not Outcome.SAME and self._step.is_of_calls:
+            result.notes.append(
+                "the dump holds what the model was called with; all else in the step is the script's own"
+            )
 
     def _end_experiment(self, again: StepResult) -> NoReturn:
         site = again.sites[0] if again.sites else (again.report.origin if again.report is not None else None)

@@ -166,9 +166,9 @@ class _Look:
     def _concluded(self, second: SecondRun, compiled: SecondRun | None) -> Concluded:
         fault = self.fault
         if compiled is None:
-            return concluded(fault.context, fault.record, fault.report, fault.findings, second.findings)
+            return concluded(fault.context, fault.record, fault.report, fault.findings, second)
         # bits are those of the compiled step; an eager one rounds otherwise, and draws other dropout masks
-        found = concluded(fault.context, fault.record, fault.report, fault.findings, compiled.findings)
+        found = concluded(fault.context, fault.record, fault.report, fault.findings, compiled)
         (is_bad,) = self.context.ranks.any_of(is_bad_here(second.findings))
         return as_compiled(found, is_bad)
 

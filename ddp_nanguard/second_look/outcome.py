@@ -12,6 +12,7 @@ from ddp_nanguard.report.types import FaultReport, Phase, Site
 from ddp_nanguard.report.wording import listed
 
 from .compare import Agreement, agreement
+from .run import SecondRun
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,14 @@ class Concluded:
         text: one sentence.
         finite_ranks: where the fault did not come again.
         changed_after: whether every gradient was finite when the backward ended, and only later was not.
+        is_elsewhere: whether, on some rank, another vital sign was the first to go bad.
     """
 
     outcome: str
     text: str
     finite_ranks: tuple[int, ...] = ()
     changed_after: bool = False
+    is_elsewhere: bool = False
 
 
 def own_sites(findings: RankFindings) -> list[Site]:
@@ -48,7 +51,7 @@ def is_late(site: Site) -> bool:
 
 
 def concluded(
-    context: GuardContext, record: StepRecord, report: FaultReport, then: RankFindings, now: RankFindings
+    context: GuardContext, record: StepRecord, report: FaultReport, then: RankFindings, again: SecondRun
 ) -> Concluded:
     """Compare both looks on every rank.
 
@@ -57,25 +60,34 @@ def concluded(
         record: of the step.
         report: of the first look.
         then: what this rank found at first; its sites are filled in.
-        now: what it found in the second run; likewise.
+        again: what it found in the second run; likewise.
 
-    Collective: one SUM all-reduce of three bytes per rank and one of 8 KiB, on the fault group.
+    Collective: one SUM all-reduce of four bytes per rank and one of 8 KiB, on the fault group.
     """
-    ranks = context.ranks
-    mine = agreement(then.slot_stats, now.slot_stats, record, context.wrapper.is_sharded)
+    ranks, now = context.ranks, again.findings
+    mine = agreement(then.recorded, now.recorded, record, context.wrapper.is_sharded)
     was_bad = [site for site in own_sites(then) if not is_late(site)]
     is_finite = bool(was_bad) and not is_bad_here(now)
     late = [site for site in own_sites(then) if is_late(site)]
     is_changed = bool(late) and not was_bad and not is_bad_here(now)
-    finite, different, changed = ranks.ranks_where(is_finite, mine.first_different is not None, is_changed)
+    moved = _has_moved(was_bad, [ranked.site for ranked in again.as_watched])
+    flags = (is_finite, mine.first_different is not None or moved, is_changed, moved)
+    finite, different, changed, elsewhere = ranks.ranks_where(*flags)
     speaker = (finite or different or [ranks.members[0]])[0]
     text = ranks.text_of(ranks.rank == speaker, _own_text(context, mine, is_finite))
     if finite:
         return Concluded("finite", f"{_who(finite)} finite on the second run, {text}", tuple(finite))
     changed_after = bool(changed) and report.origin is not None and is_late(report.origin)
     if different:
-        return Concluded("elsewhere", f"{_who(different)} has other bits on the second run: {text}", (), changed_after)
+        said = f"{_who(different)} has other bits on the second run: {text}"
+        return Concluded("elsewhere", said, (), changed_after, bool(elsewhere))
     return Concluded("same", _same_text(context, report, changed_after), (), changed_after)
+
+
+def _has_moved(then: list[Site], now: list[Site]) -> bool:
+    """Whether another vital sign of this rank was the first to go bad."""
+    now = [site for site in now if site.phase is not Phase.REDUCE]
+    return bool(then) and bool(now) and not then[0].same_place(now[0])
 
 
 def _own_text(context: GuardContext, mine: Agreement, is_finite: bool) -> str:
@@ -134,7 +146,7 @@ def _is_shown(first: FaultReport, second: FaultReport, found: Concluded) -> bool
         return False
     if then.phase is Phase.REDUCE or now.phase in (Phase.STATE, Phase.OPTIMIZER):
         return False
-    return found.outcome == "same" or then.rank == now.rank
+    return found.outcome == "same" or (then.rank == now.rank and not found.is_elsewhere)
 
 
 def _who(ranks: list[int]) -> str:

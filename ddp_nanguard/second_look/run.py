@@ -9,9 +9,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ddp_nanguard.blame.inspect import RankFindings, rescan
+from ddp_nanguard.blame import local_sites
+from ddp_nanguard.blame.inspect import RankFindings, blame_input, rescan
 from ddp_nanguard.blame.report import fill_sites
 from ddp_nanguard.blame.triage import Decision
+from ddp_nanguard.blame.view import RankedSite
 from ddp_nanguard.build import compose
 from ddp_nanguard.capture import rng
 from ddp_nanguard.capture.model_calls import BackwardPass, ModelCall, StepEvent, WatchedLoss
@@ -22,6 +24,7 @@ from ddp_nanguard.diagnosis.trace.traced_step import Traced, TracedJob, Watcher
 from ddp_nanguard.hooks.loop import named_losses
 from ddp_nanguard.inject.injector import injected_again
 from ddp_nanguard.probes.severity import Severity
+from ddp_nanguard.probes.slot_keys import vital_signs
 from ddp_nanguard.replay.session import is_compiled
 from ddp_nanguard.step.monitor import StepMonitor
 from ddp_nanguard.tensors.containers import copy_containers, tensors_in
@@ -37,12 +40,14 @@ class SecondRun:
         context: of the run: a guard's, that watches everything.
         record: of the step as it ran now.
         findings: what was seen.
+        as_watched: this rank's sites as training would have seen them, which looks at fewer layers perhaps.
         traced: what the trace saw; None where none was asked for.
     """
 
     context: GuardContext
     record: StepRecord
     findings: RankFindings
+    as_watched: list[RankedSite]
     traced: Traced | None
 
 
@@ -108,9 +113,15 @@ class StepAgain:
             # now, while the parameters are those that the calls took
             fill_sites(second, record, findings)
             traced = watcher.result([]) if watcher is not None else None
-            return SecondRun(second, record, findings, traced)
+            return SecondRun(second, record, findings, self._as_watched(second, record, findings), traced)
         finally:
             monitor.release()
+
+    def _as_watched(self, second: GuardContext, record: StepRecord, findings: RankFindings) -> list[RankedSite]:
+        if self.context.config.layers != "none":
+            return findings.sites
+        signs = vital_signs(findings.slot_stats, self.context.scaler is not None)
+        return local_sites(blame_input(second, record, replace(findings, slot_stats=signs)))
 
     # -- one micro-batch -----------------------------------------------------------------------------------------------
 
@@ -220,6 +231,7 @@ def _context_like(context: GuardContext, step: int, everything: bool) -> GuardCo
     args = ValidatedArgs(config, wrapper_of(context.wrapper.model), context.optimizers, None, None)
     second = compose(args, context.ranks, None, context.device)
     second.is_second_look = True
+    second.slots.exact = context.slots.exact  # the same reductions: bits are compared
     second.known_nonfinite = context.known_nonfinite
     second.state.registered = context.state.registered
     return second

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import re
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -222,6 +223,7 @@ class Launch:
             return
         _check_stopped(case, self.report(name), self.ended[name])
         if case.reason is not None:
+            check_error(self.module, case.reason, self.report(name))
             check_reason(self.module, case.reason, self.diagnosed(name))
 
     def diagnosed(self, name: str, rank: int | None = None) -> Diagnosis:
@@ -261,6 +263,17 @@ def diagnosed_dump(case: Case, dump: str, rank: int | None = None) -> Diagnosis:
     replay_with(case.training(rank or 0))  # of which the dump has the batches
     session = open_session([dump], rank, None, "cpu")
     return diagnose(session, session.plain())
+
+
+def check_error(module: ModuleType, expected: tuple[str, str, str], report: dict[str, Any]) -> None:
+    """The error itself names operator, line and kind of the reason: nothing was replayed, and no recipe was asked."""
+    operator, marker, kind = expected
+    first = (report["second_look"] or {}).get("operator") or {}
+    line = re.match(r"(.*):(\d+) in ", first.get("line") or "")
+    got = (first.get("name", ""), int(line[2]) if line else None)
+    assert got == (operator, marked(module, marker) if marker else None), report["second_look"]
+    assert line is None or (module.__file__ is not None and module.__file__.endswith(line[1].rpartition("/")[2]))
+    assert kind == "unknown" or report["cause"].startswith(kind), report["cause"]
 
 
 def check_reason(module: ModuleType, expected: tuple[str, str, str], found: Diagnosis) -> None:

@@ -70,8 +70,7 @@ CASES = {
     ),
     "A05 the loss of rank 0": Case(
         A05, batch_of(g=flagged(0)), {"rank": 0, "step": 1, "phase": "loss", "slot": "loss"},
-        ("aten.div.Tensor", "loss", "division by zero"), mlp, loss_of,
-    ),
+        ("aten.div.Tensor", "loss", "division by zero"), mlp, loss_of, runs_step=True),
     "A05 the loss of rank 1": Case(
         A05, batch_of(g=flagged(1)), {"rank": 1, "step": 1, "phase": "loss", "slot": "loss"},
         None, mlp, loss_of,
@@ -89,8 +88,7 @@ CASES = {
     "A09 a reward that is NaN": Case(
         "https://github.com/facebookresearch/habitat-lab/issues/2226",
         batch_of(reward=flagged(1, at=4, bad=NAN)), {"rank": 1, "step": 4, "phase": "input", "slot": '["reward"]'},
-        ("aten.mul.Tensor", "reward", "bad input"), mlp, policy, batches=6,
-    ),
+        ("aten.mul.Tensor", "reward", "bad input"), mlp, policy, batches=6, runs_step=True),
     "A11 a skipped step is as if it had not been": Case(
         "https://github.com/OpenBMB/BMTrain/issues/108",
         batch_of(0), None, None, normed, step, options={"on_fault": "skip"},

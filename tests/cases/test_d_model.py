@@ -200,13 +200,11 @@ CASES = {
     ),
     "D06 an absent class": Case(
         "https://github.com/HuiZhang0812/DiffusionAD/issues/33", at(1, y=labels), LOSS,
-        ("aten.div.Tensor", "D06", "division by zero"), given(lambda h, batch: h), balanced,
-    ),
+        ("aten.div.Tensor", "D06", "division by zero"), given(lambda h, batch: h), balanced, runs_step=True),
     "D07 mean over nothing": Case(
         "https://github.com/pytorch/pytorch/issues/50224",
         batch_of(y=labels, g=flagged(1, good=1.0, bad=5.0)), LOSS,
-        ("aten.mean.default", "D07", "empty reduction"), given(lambda h, batch: h), over_nothing,
-    ),
+        ("aten.mean.default", "D07", "empty reduction"), given(lambda h, batch: h), over_nothing, runs_step=True),
     "D07 as a warning": Case(
         "https://github.com/pytorch/pytorch/issues/141057",
         batch_of(y=labels, g=flagged(1, good=1.0, bad=5.0)), None, None, given(lambda h, batch: h), over_nothing,

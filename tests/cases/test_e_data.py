@@ -71,15 +71,13 @@ CASES = {
     "E03 missing labels masked before the loss": Case(E03, batch_of(t=targets), None, None, mlp, masked_before),
     "E03 masked after the square": Case(
         E03, batch_of(t=targets), {"rank": 1, "step": 1, "phase": "backward", "kind": "nan"},
-        ("aten.mse_loss_backward.default", "square", "bad input"), mlp, masked_after,
-    ),
+        ("aten.mse_loss_backward.default", "square", "bad input"), mlp, masked_after, runs_step=True),
     "E03 masked after the absolute value": Case(
         "https://github.com/chemprop/chemprop/issues/960", batch_of(t=targets), None, None, mlp, absolute
     ),
     "E05 all labels ignored": Case(
         E05, batch_of(y=labels), {**LOSS, "slot": "loss"},
-        ("aten.nll_loss_forward.default", "E05", "empty reduction"), mlp, ignoring,
-    ),
+        ("aten.nll_loss_forward.default", "E05", "empty reduction"), mlp, ignoring, runs_step=True),
     "E05 as a warning": Case(
         E05, batch_of(y=labels), None, None, mlp, ignoring, options={"on_loss": "warn"}
     ),
@@ -90,7 +88,7 @@ CASES = {
     "E08 the guilty loss": Case(
         "https://github.com/neosr-project/neosr/issues/87", batch_of(g=flagged(1)),
         {**LOSS, "slot": "loss.cls", "kind": "-inf"}, ("aten.log.default", "E08", "edge of domain"), mlp, named,
-    ),
+        runs_step=True),
 }  # fmt: skip
 
 

@@ -128,8 +128,7 @@ CASES = {
     "F10 perfect metrics of another copy": Case(
         "https://github.com/ultralytics/ultralytics/issues/19357", batch_of(g=flagged(1)),
         {"rank": 1, "step": 1, "phase": "loss", "slot": "loss"}, ("aten.div.Tensor", "F10", "division by zero"), mlp,
-        evaluated_elsewhere, register=averaged,
-    ),
+        evaluated_elsewhere, register=averaged, runs_step=True),
 }  # fmt: skip
 
 

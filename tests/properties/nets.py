@@ -183,5 +183,6 @@ class Net(nn.Module):
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.tree = Tree(tree, self.world, {})
 
-    def forward(self, values: Tensor) -> Tensor:
+    def forward(self, values: Tensor, trap: Trap | None = None) -> Tensor:
+        self.world.arm(trap)  # it comes with the batch, as what makes a value bad does: a second look meets it again
         return self.last(_taken(self.tree(self.first(values), ())))  # type: ignore[no-any-return]

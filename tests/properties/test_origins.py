@@ -34,15 +34,15 @@ def _report(tree: Part, trap: Trap | None) -> FaultReport | None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     guard = NanGuard(model, optimizer, dump_dir=None)
     loop = Loop(model, optimizer, _mean_square, guard=guard, accumulation=ACCUMULATION)
-    loop.before_batch = lambda index, _: model.world.arm(trap if trap is not None and trap.item == index else None)
-    error = loop.until_fault([torch.randn(ROWS, WIDTH) for _ in range(ITEMS)])
+    armed = [trap if trap is not None and trap.item == index else None for index in range(ITEMS)]
+    error = loop.until_fault([(torch.randn(ROWS, WIDTH), each) for each in armed])
     with contextlib.suppress(NonFiniteError):
         guard.close()
     return None if error is None else error.report
 
 
-def _mean_square(guard: Any, batch: torch.Tensor) -> torch.Tensor:
-    return guard(batch).square().mean()  # type: ignore[no-any-return]  # the guard returns Any
+def _mean_square(guard: Any, batch: tuple[torch.Tensor, Trap | None]) -> torch.Tensor:
+    return guard(*batch).square().mean()  # type: ignore[no-any-return]  # the guard returns Any
 
 
 def _said(site: Site, expected: Expected) -> Expected:

@@ -172,7 +172,8 @@ def trained(
         DistributedDataParallel(net) if late else ({**SETUPS, **EAGER} if eager and not guarded else SETUPS)[setup](net)
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    guard = NanGuard(model, optimizer, dump_dir=None, layers=layers) if guarded else None
+    # what the hooks in the graph see, not what a second look adds
+    guard = NanGuard(model, optimizer, dump_dir=None, layers=layers, look_again=False) if guarded else None
     if late:  # the guard is there before anything is compiled
         by_block(net)
     counts: list[dict[str, Any]] = []
@@ -283,7 +284,7 @@ def _dumped(rank: int, world_size: int, dump_dir: str) -> Any:
 
 def test_a_compiled_step_replays_the_same_as_finely_as_it_was_watched(tmp_path: Path) -> None:
     ((fine, coarse, none),) = run_ranks(_dumped, 1, dump_dir=str(tmp_path), timeout_s=60)
-    assert (fine[1], coarse[1], none[1]) == ("blocks.1.gate", "blocks.1", None)
+    assert {fine[1], coarse[1], none[1]} == {"blocks.1.gate"}
     for replayed in replay_alone([fine[0], coarse[0], none[0]]):
         assert replayed.code == 0, replayed.output
 
@@ -294,7 +295,7 @@ def _compiled_before(rank: int, world_size: int) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     optimizer.zero_grad()
     with listening() as logged:
-        guard = NanGuard(model, optimizer, dump_dir=None, layers="every")
+        guard = NanGuard(model, optimizer, dump_dir=None, layers="every", look_again=False)
         loop = Loop(model, optimizer, step_of, guard=guard, call=model)
         error = loop.until_fault([batch_of(rank, step, 1, plants=True) for step in range(4)])
     assert error is not None and error.report.origin is not None
@@ -317,7 +318,7 @@ def test_a_compiled_step_function_is_said_to_be_unseen_and_leaves_its_buffers(ca
     torch._dynamo.reset()
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    guard = NanGuard(net, optimizer, dump_dir=None, layers="every")
+    guard = NanGuard(net, optimizer, dump_dir=None, layers="every", look_again=False)
     step = torch.compile(lambda batch: net(batch).pow(2).mean(), backend="eager")
     batches = [torch.full((4, 4), float("nan") if index == 3 else 1.0) + torch.eye(4) for index in range(5)]
     with caplog.at_level(logging.WARNING, "ddp_nanguard"):

@@ -249,7 +249,7 @@ def test_an_error_of_the_loop_before_the_host_has_learnt(tmp_path: Path) -> None
     """The step that the device has withheld is dumped, on both ranks."""
     for outcome in run_ranks_raw(_own_error, timeout_s=40, dump_dir=str(tmp_path), through_excepthook=True):
         assert not outcome.hung and outcome.exit_code == 65, outcome.describe()
-        assert f"rank 1 · step {FAULT} · micro-batch 0 · forward" in outcome.output, outcome.describe()
+        assert f"rank 1 · step {FAULT} · micro-batch 0 · loss" in outcome.output, outcome.describe()
     (path,) = tmp_path.glob("step-*")
     assert path.name == f"step-{FAULT:08d}" and {"rank-00000", "rank-00001"} <= {p.name for p in path.iterdir()}
 

@@ -65,7 +65,7 @@ def _trained(rank: int, world_size: int, layers: str, scaled: bool) -> Any:
     model = DistributedDataParallel(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if scaled else None
-    guard = NanGuard(model, optimizer, scaler=scaler, dump_dir=None, layers=layers)
+    guard = NanGuard(model, optimizer, scaler=scaler, dump_dir=None, layers=layers, look_again=False)
     loop = Loop(model, optimizer, _mean_square, guard=guard, call=model, scaler=scaler)
     hooks: list[dict[str, int]] = []
     loop.before_update = lambda _: hooks.append(_num_hooks(net))

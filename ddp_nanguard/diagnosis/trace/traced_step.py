@@ -90,7 +90,7 @@ class _Seen:
 
     Attributes:
         index: in the window.
-        batch: as the recipe's step got it.
+        batch: as the step got it.
         size: length of dim 0 of its tensors.
         losses: by name, as the step returned them.
         gradients: names of parameters with a bad gradient, and the event that wrote it last.
