@@ -99,10 +99,11 @@ class _Tensors:
     def _before_the_reduce(self, stats: SlotStats, exact: tuple[float, float]) -> tuple[float, float] | None:
         """What a local gradient was, of which a later one is left that has it in it.
 
-        Infinite elements do not get finite by a reduce or by what is added: where all are finite they always were. A
-        rank that holds a shard of the later one sees too little of it to tell.
+        Infinite elements do not get finite by a reduce or by what is added: where all are finite they always were, and
+        where all that are not have one sign they always had it. A rank that holds a shard of the later one sees too
+        little of it to tell.
         """
-        is_finite = math.isfinite(exact[0]) and math.isfinite(exact[1])
-        if not is_finite or (self._context.wrapper.is_sharded and self._was_reduced):
+        is_one_sided = math.isfinite(exact[0]) or math.isfinite(exact[1])
+        if not is_one_sided or (self._context.wrapper.is_sharded and self._was_reduced):
             return None
         return exact

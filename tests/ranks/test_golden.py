@@ -93,11 +93,7 @@ def test_the_report(dump: Dump) -> None:
     assert look.operator is not None and (look.operator.rank, look.operator.name) == (1, "aten.sqrt.default")
     assert look.operator.line == "/job/tests/golden/recipe.py:19 in Root.forward" and not look.operator.in_backward
     assert look.operator.output == Evidence((4,), "float32", 1, 0, 0, 4, 5.0)
-    assert (report.second_look, report.single_rank_view, report.dump_path) == (
-        None,
-        False,
-        "/job/nan_dumps/step-00000002",
-    )
+    assert (report.single_rank_view, report.dump_path) == (False, "/job/nan_dumps/step-00000002")
 
 
 def test_the_manifest(dump: Dump) -> None:
