@@ -145,7 +145,7 @@ def _fault_spec(config: DrillConfig, phase: str) -> dict[str, Any]:
 def _environment(directory: Path, phase: str, text: str) -> dict[str, str]:
     """The user's environment with the fault; what would keep the guard from stopping is reset, ``enabled`` is not."""
     names = {ENV_INJECT: text, f"{ENV_PREFIX}DUMP_DIR": str(directory / "nan_dumps"), f"{ENV_PREFIX}ON_FAULT": "stop"}
-    names |= {f"{ENV_PREFIX}ON_LOSS": "stop", f"{ENV_PREFIX}REDACT": "0", f"{ENV_PREFIX}BUDGET": "none"}
+    names |= {f"{ENV_PREFIX}ON_LOSS": "stop", f"{ENV_PREFIX}REDACT": "0", f"{ENV_PREFIX}LAYERS": "every"}
     # Processes of the job are found by this variable, also those whose parent has ended.
     names[ENV_DRILL_ID] = uuid.uuid4().hex
     if phase == Phase.OPTIMIZER:
