@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,38 +59,37 @@ def capture(device: torch.device | None = None, generators: Generators | None = 
     )
 
 
-def _set_numpy_state(state: dict[str, Any]) -> None:
-    global _last_numpy
-    _last_numpy = None
-    np.random.set_state(state)
-
-
 _MT19937_BYTES = 625 * 4  # 624 words of key, and the position in them
-_last_numpy: tuple[int, bytes, dict[str, Any]] | None = None
+_last_numpy: tuple[bytes, bytes, dict[str, Any]] | None = None
 
 
 def _numpy_state() -> dict[str, Any]:
-    """As ``numpy.random.get_state``, which takes 90 us: longer than all else that a step of the guard keeps.
+    """As ``numpy.random.get_state``, which takes 90 us: longer than all else that is kept of a small micro-batch.
 
-    Most steps draw nothing from numpy, so the memory of its generator is compared with that of the last call. The one
-    thing that lies elsewhere is a normal number in reserve: while there is one, nothing is used again.
+    Most steps draw nothing from numpy, so the memory of its generator is compared with that of the last call.
     """
     global _last_numpy
     memory = _numpy_memory()
     if memory is None:
         return dict(np.random.get_state(legacy=False))
-    if _last_numpy is None or _last_numpy[:2] != memory or _last_numpy[2]["has_gauss"]:
+    if _last_numpy is None or _last_numpy[:2] != memory:
         _last_numpy = (*memory, dict(np.random.get_state(legacy=False)))
     return _last_numpy[2]
 
 
-def _numpy_memory() -> tuple[int, bytes] | None:
-    """Address and bytes of the state of numpy's own generator; None where that is another one than by default."""
-    generator = np.random.mtrand._rand._bit_generator
-    if type(generator) is not np.random.MT19937:
+def _numpy_memory() -> tuple[bytes, bytes] | None:
+    """All that numpy's own state is read from; None where the generator is another one than by default.
+
+    The key and position of the generator, and the object around it, which holds a normal number in reserve and which
+    generator it is. The object's header is left out: it counts references.
+    """
+    around = np.random.mtrand._rand
+    generator = around._bit_generator
+    if type(generator) is not np.random.MT19937 or sys.implementation.name != "cpython":
         return None
-    address = generator.ctypes.state_address
-    return address, ctypes.string_at(address, _MT19937_BYTES)
+    header = object.__basicsize__
+    inside = ctypes.string_at(id(around) + header, type(around).__basicsize__ - header)
+    return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES), inside
 
 
 def restore(state: RandomState, generators: Generators | None = None, device: torch.device | None = None) -> list[str]:
@@ -106,7 +106,7 @@ def restore(state: RandomState, generators: Generators | None = None, device: to
     # one function per stream, so that a stream that cannot be restored does not keep the others from it
     streams: dict[str, Callable[[], None]] = {
         "python": lambda: random.setstate(_python_state(state.python)),
-        "numpy": lambda: _set_numpy_state(state.numpy),
+        "numpy": lambda: np.random.set_state(state.numpy),
         "torch": lambda: torch.set_rng_state(_cpu_bytes(state.torch)),
     }
     if state.device is not None:

@@ -107,12 +107,18 @@ def test_unknown_generator_is_refused():
 def test_numpys_state_is_read_anew_whenever_it_has_changed() -> None:
     """Drawing two normal numbers moves the generator once: the second comes from a reserve beside it."""
     np.random.seed(0)
+    np.random.randn()
+    before = np.random.get_state()
     draws = [
         lambda: None,
         lambda: np.random.rand(),
         lambda: np.random.randn(),
         lambda: np.random.randn(),
         lambda: np.random.seed(0),
+        lambda: np.random.randn(),
+        lambda: np.random.seed(0),
+        lambda: np.random.randn(2),
+        lambda: np.random.set_state(before),
         lambda: np.random.shuffle([1, 2, 3]),
     ]
     for draw in draws * 3:
