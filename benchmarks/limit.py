@@ -16,16 +16,17 @@ from torch import Tensor
 
 from benchmarks.watches import EVERY, EVERYTHING, Guard
 from benchmarks.workloads import Case, Loop
+from ddp_nanguard.probes import screens
 from ddp_nanguard.probes.slots import SlotBuffer
 from ddp_nanguard.tensors.minmax import dense_parts
 
 
 class Stopwatch:
-    """Stands in for `SlotBuffer.reduce` while it is entered.
+    """Stands in for `SlotBuffer.reduce`, and for what screens reduce together, while it is entered.
 
     Attributes:
         probes, sums: seconds of the step under way.
-        size_bytes, num_probes: what was looked at in it.
+        size_bytes, num_probes: what was looked at in it; ``num_screens`` of these by screens.
     """
 
     def __enter__(self) -> Stopwatch:
@@ -44,14 +45,30 @@ class Stopwatch:
             self.probes += time.perf_counter() - start
             return found
 
+        self._look = look = screens._Group.look
+
+        def looked(group: Any, slots: SlotBuffer, tensors: Any, orders: Any) -> None:
+            parts = [tensors[index].detach() for index in group.indices]
+            self.num_probes += len(parts)
+            self.num_screens += len(parts)
+            self.size_bytes += sum(part.numel() * part.element_size() for part in parts)
+            if self.is_summing:
+                self._sum(parts)
+                return look(group, slots, tensors, orders)
+            start = time.perf_counter()
+            look(group, slots, tensors, orders)
+            self.probes += time.perf_counter() - start
+            return None
+
         SlotBuffer.reduce = timed  # type: ignore[method-assign]
+        screens._Group.look = looked  # type: ignore[method-assign]
         return self
 
     def begin(self, is_summing: bool) -> None:
         """A step."""
         self.is_summing = is_summing
         self.probes = self.sums = 0.0
-        self.size_bytes = self.num_probes = 0
+        self.size_bytes = self.num_probes = self.num_screens = 0
 
     def _sum(self, parts: list[Tensor]) -> None:
         start = time.perf_counter()
@@ -61,6 +78,7 @@ class Stopwatch:
 
     def __exit__(self, *_: object) -> None:
         SlotBuffer.reduce = self._reduce  # type: ignore[method-assign]
+        screens._Group.look = self._look  # type: ignore[method-assign]
 
 
 def distance(case: Case, num_pairs: int = 15, warm_up: int = 3) -> dict[str, Any]:

@@ -75,7 +75,8 @@ def run(rank: int, world_size: int, job: Job, guarded: bool, how: str) -> dict[s
         return {"process": _resident() + 0 * len(kept)}
     with Stopwatch() as watch:
         _train(job, guarded, on_step=watch.begin)
-    return {"num_probes": watch.num_probes, "buffer_bytes": _buffer_bytes(job)}
+    num_probes = watch.num_probes - watch.num_screens
+    return {"num_probes": num_probes, "num_screens": watch.num_screens, "buffer_bytes": _buffer_bytes(job)}
 
 
 def _train(job: Job, guarded: bool, on_step: Any = None) -> list[Any]:
@@ -114,10 +115,11 @@ def _buffer_bytes(job: Job) -> int:
     return sum(b.numel() * b.element_size() for b in job.model().buffers() if b.is_floating_point())
 
 
-def predicted(num_probes: int, buffer_bytes: int, itemsize: int = 4) -> int:
+def predicted(num_probes: int, num_screens: int, buffer_bytes: int, itemsize: int = 4) -> int:
     """Bytes of the guard's tensors."""
-    slots = max(FIRST_SLOTS, 1 << (num_probes - 1).bit_length())
-    return (1 + HISTORY) * 2 * itemsize * slots + HELD_AGAINST * slots + buffer_bytes
+    slots, screens = (max(FIRST_SLOTS, 1 << (count - 1).bit_length()) for count in (num_probes, num_screens))
+    numbers = 2 * slots + screens
+    return (1 + HISTORY) * itemsize * numbers + HELD_AGAINST * (slots + screens) + buffer_bytes
 
 
 def measured() -> list[dict[str, Any]]:

@@ -9,6 +9,8 @@ that neither a watchdog of the training group nor a dead peer takes the evidence
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,12 @@ from ddp_nanguard.probes.severity import Severity
 
 def packed(severity: Tensor, ran_backward: bool) -> Tensor:
     """What a rank sends: int64, shape (2,), of which the MAX over ranks is the verdict."""
-    return torch.stack((severity, torch.full_like(severity, int(ran_backward))))
+    return torch.stack((severity, _flag(severity.device, ran_backward)))
+
+
+@functools.cache
+def _flag(device: torch.device, value: bool) -> Tensor:
+    return torch.full((), int(value), dtype=torch.int64, device=device)
 
 
 class Verdict:

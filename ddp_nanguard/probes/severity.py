@@ -184,4 +184,6 @@ class _Limits:
 
 
 def _largest(values: list[Tensor]) -> Tensor:
+    if len(values) == 2:
+        return torch.maximum(*values)
     return values[0] if len(values) == 1 else torch.stack(values).amax()

@@ -102,3 +102,29 @@ def test_float_cast_state_is_restored():
 def test_unknown_generator_is_refused():
     with pytest.raises(ValueError, match="type int cannot be recorded; give a"):
         capture(generators={"gen": 3})
+
+
+def test_numpys_state_is_read_anew_whenever_it_has_changed() -> None:
+    """Drawing two normal numbers moves the generator once: the second comes from a reserve beside it."""
+    np.random.seed(0)
+    np.random.randn()
+    before = np.random.get_state()
+    draws = [
+        lambda: None,
+        lambda: np.random.rand(),
+        lambda: np.random.randn(),
+        lambda: np.random.randn(),
+        lambda: np.random.seed(0),
+        lambda: np.random.randn(),
+        lambda: np.random.seed(0),
+        lambda: np.random.randn(2),
+        lambda: np.random.set_state(before),
+        lambda: np.random.shuffle([1, 2, 3]),
+    ]
+    for draw in draws * 3:
+        draw()
+        for _ in range(2):
+            kept, true = capture().numpy, np.random.get_state(legacy=False)
+            assert (kept["has_gauss"], kept["gauss"]) == (true["has_gauss"], true["gauss"])
+            assert kept["state"]["pos"] == true["state"]["pos"]
+            assert (kept["state"]["key"] == true["state"]["key"]).all()
