@@ -9,7 +9,7 @@ Nothing here holds an output: a hook that held its own tensor would keep it, and
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,9 @@ MAX_GRADIENT_BYTES = 64 * 2**20
 """Gradients of outputs that are kept per window."""
 MAX_FINGERPRINT_NUMEL = 16384
 """Arguments up to this size are summed, since their version does not tell what NumPy or ``.data`` writes into them."""
+
+MAX_WEIGHTS = 32
+"""Parameters whose versions are read once per window: an optimizer that steps within the backward writes them all."""
 
 _current_graph_task = torch._C._current_graph_task_id
 
@@ -39,6 +42,7 @@ class ModelCall:
         is_step: whether ``function`` is the loop's step function, whose outputs are losses.
         gradients: by backward pass and position among the outputs, the gradient that reached it, detached.
         num_outputs: how many outputs can get one.
+        screens: the sum of each of these, shape (), see `screen_of`; None for what cannot be summed.
         problem: why the call cannot be made again as it was; None where it can.
         has_returned: whether the function has returned; False while it runs, and for good where it raised.
     """
@@ -53,6 +57,7 @@ class ModelCall:
     is_step: bool
     gradients: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     num_outputs: int = 0
+    screens: list[Tensor | None] = field(default_factory=list)
     problem: str | None = None
     has_returned: bool = False
     _arguments: list[_Argument] = field(default_factory=list)
@@ -69,7 +74,7 @@ class ModelCall:
 
     def forget(self) -> None:
         """Release everything: a graph that the loop keeps must not keep the arguments too."""
-        self.args, self.kwargs, self.gradients, self._arguments = (), {}, {}, []
+        self.args, self.kwargs, self.gradients, self.screens, self._arguments = (), {}, {}, [], []
 
 
 @dataclass(frozen=True)
@@ -84,12 +89,16 @@ class ModelCalls:
 
     Args:
         device: of the model.
+        weights: parameters; a few of them are looked at.
 
     Memory: arguments by reference, and at most `MAX_GRADIENT_BYTES` of gradients, until the window is closed.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, weights: Sequence[Tensor] = ()) -> None:
         self._device = device
+        every = -(-len(weights) // MAX_WEIGHTS) or 1
+        self._weights = list(weights[::every])
+        self._weight_versions: list[int] = []
         self._types = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
         self.events: list[ModelCall | BackwardPass] = []
         self._open: list[ModelCall] = []  # that have not returned, outermost first; what raised stays until `clear`
@@ -122,6 +131,8 @@ class ModelCalls:
             micro_batch: index in the window.
             is_step: whether it is the loop's step function.
         """
+        if not self.events:
+            self._weight_versions = [_version(weight) for weight in self._weights]
         kept_args, kept_kwargs = copy_containers(args, _same), copy_containers(kwargs, _same)
         call = ModelCall(
             function,
@@ -138,6 +149,10 @@ class ModelCalls:
         self.events.append(call)
         self._open.append(call)
         return call
+
+    def weights_have_changed(self) -> bool:
+        """Whether weights were written since the first call of the window, as far as their versions tell."""
+        return self._weight_versions != [_version(weight) for weight in self._weights]
 
     def abandon(self) -> None:
         """The function that was called last has raised."""
@@ -168,6 +183,7 @@ class ModelCalls:
         alias = tensor.view_as(tensor)
         alias.register_hook(_OutputGradient(self, call, call.num_outputs))  # type: ignore[no-untyped-call]  # torch's own
         call._aliases.append(weakref.ref(alias))
+        call.screens.append(screen_of(tensor))
         call.num_outputs += 1
         return alias
 
@@ -191,7 +207,7 @@ class ModelCalls:
 
     def empty_copy(self) -> ModelCalls:
         """The record of another window of the same model."""
-        return ModelCalls(self._device)
+        return ModelCalls(self._device, self._weights)
 
 
 class _OutputGradient:
@@ -223,24 +239,33 @@ class _Argument:
     def has_changed(self) -> bool:
         if _version(self.tensor) != self.version:
             return True
-        now = _fingerprint(self.tensor)
-        return self.sum is not None and now is not None and not torch.equal(self.sum, now)
+        return not same_screen(self.sum, _fingerprint(self.tensor))
 
 
 @torch.no_grad()
-def _fingerprint(tensor: Tensor) -> Tensor | None:
-    """The sum as its bits; None for what is large, empty or no plain tensor. One kernel or two, no host read."""
+def screen_of(tensor: Tensor) -> Tensor | None:
+    """The sum of a tensor, or of this rank's part of it, non-finite where an element is; None where torch has none.
+
+    One kernel, no host read, no collective.
+    """
+    tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
     plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and not tensor.is_quantized
-    if not plain or not 0 < tensor.numel() <= MAX_FINGERPRINT_NUMEL or tensor.is_complex() or tensor.is_meta:
-        return None
-    if tensor.is_floating_point() and tensor.element_size() == 1:  # torch sums no 8-bit floats
-        return None
+    if not plain or tensor.is_meta or (tensor.is_floating_point() and tensor.element_size() == 1):
+        return None  # torch sums no 8-bit floats
     with torch.inference_mode(False):
-        total = tensor.detach().sum()
-    return total if not total.is_floating_point() else total.view(_INTEGERS[total.element_size()])
+        return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().sum()
 
 
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+def same_screen(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether both have the same bits, as far as they tell; a NaN is like any other. Host sync: one or two."""
+    if one is None or other is None:
+        return True
+    return bool(torch.equal(one, other)) or (one.is_floating_point() and bool(one.isnan() and other.isnan()))
+
+
+def _fingerprint(tensor: Tensor) -> Tensor | None:
+    """The screen of a small argument; None for what is large or empty."""
+    return screen_of(tensor) if 0 < tensor.numel() <= MAX_FINGERPRINT_NUMEL else None
 
 
 def _version(tensor: Tensor) -> int:

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from ddp_nanguard.blame import local_sites
-from ddp_nanguard.blame.inspect import RankFindings, blame_input
+from ddp_nanguard.blame.inspect import RankFindings
 from ddp_nanguard.blame.report import report_of
 from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.context import GuardContext
@@ -25,7 +24,7 @@ from ddp_nanguard.diagnosis.rules import TraceFacts
 from ddp_nanguard.report.types import FaultReport, FirstOperator, SecondLook
 
 from .obstacles import of_the_report, of_this_rank
-from .outcome import Concluded, as_compiled, concluded, is_bad_here, merged
+from .outcome import Concluded, as_compiled, concluded, hinted, merged
 from .place import Place, made_here, own_place, shared_place
 from .run import SecondRun, StepAgain
 from .signs_of_life import SignsOfLife
@@ -124,13 +123,13 @@ class _Look:
         compiled = self._run(eager=False, everything=False) if self.step.is_compiled else None
         second = self._run()
         seen = report_of(second.context, second.record, second.findings, "")
-        found = self._concluded(second, compiled)
+        found = hinted(self._concluded(second, compiled), seen, fault.record)
         self.shown, self.findings = _with_look(merged(fault.report, seen, found), found), second.findings
         place = Place()
         try:
             if found.outcome == "finite":
                 found, place = self._with_filled_memory(found)
-            else:
+            elif found.is_placed:
                 place = self._place(second, self.shown, found)
         except _NotDoneError as error:
             self.shown = self.given_up(str(error))
@@ -146,11 +145,10 @@ class _Look:
     def _concluded(self, second: SecondRun, compiled: SecondRun | None) -> Concluded:
         fault = self.fault
         if compiled is None:
-            return concluded(fault.context, fault.record, fault.report, fault.findings, second.findings)
+            return concluded(fault.context, fault.report, fault.findings, second)
         # bits are those of the compiled step; an eager one rounds otherwise, and draws other dropout masks
-        compiled.findings.sites = local_sites(blame_input(compiled.context, compiled.record, compiled.findings))
-        found = concluded(fault.context, fault.record, fault.report, fault.findings, compiled.findings)
-        (is_bad,) = self.context.ranks.any_of(is_bad_here(second.findings))
+        found = concluded(fault.context, fault.report, fault.findings, compiled)
+        (is_bad,) = self.context.ranks.any_of(second.is_bad)
         return as_compiled(found, is_bad)
 
     # -- the runs ------------------------------------------------------------------------------------------------------
@@ -187,7 +185,7 @@ class _Look:
 
     def _place(self, second: SecondRun, report: FaultReport, found: Concluded) -> Place:
         """Operator, line and reason, from one more run with a trace on the ranks where something is bad."""
-        traced = self._run(traced=is_bad_here(second.findings))
+        traced = self._run(traced=second.is_bad)
         return self._told(traced, report, found.outcome)
 
     def _told(self, traced: SecondRun, report: FaultReport, outcome: str) -> Place:
@@ -207,7 +205,7 @@ class _Look:
         is_suspect = self.context.ranks.rank in found.finite_ranks
         with _memory_filled():
             again = self._run(traced=is_suspect)
-        (is_bad,) = self.context.ranks.any_of(is_suspect and is_bad_here(again.findings))
+        (is_bad,) = self.context.ranks.any_of(is_suspect and again.is_bad)
         if not is_bad:
             return found, Place()
         place = self._told(again, self.fault.report, "same")

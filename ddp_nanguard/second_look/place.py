@@ -14,6 +14,8 @@ from ddp_nanguard.diagnosis.trace.traced_step import Traced
 from ddp_nanguard.distributed.group import RankGroup
 from ddp_nanguard.report.types import Evidence, FaultReport, FirstOperator
 
+from .run import SEED_NAME
+
 _log = logging.getLogger(__name__)
 
 MAX_CODE = 200
@@ -42,6 +44,8 @@ def own_place(facts: TraceFacts, rank: int) -> Place:
     """
     try:
         event = facts.first_nonfinite_op
+        if event is not None and _reads_gradient_of_output(event):
+            return Place()
         reason = reason_for(facts)
         text = "" if reason.kind == "unknown" else reason.text[:MAX_REASON]
         return Place(None if event is None else _operator(event, rank), text)
@@ -76,7 +80,12 @@ def _evidence(operand: Operand | None) -> Evidence | None:
 def made_here(traced: Traced | None) -> bool:
     """Whether the value began in this rank's own arithmetic, not in a collective."""
     event = traced.first_nonfinite_op if traced is not None else None
-    return event is not None and not is_communication(event.operator)
+    return event is not None and not is_communication(event.operator) and not _reads_gradient_of_output(event)
+
+
+def _reads_gradient_of_output(event: Event) -> bool:
+    """Whether it only takes over what the loss has made, outside of what was run again."""
+    return SEED_NAME in event.outside and not event.parents
 
 
 def shared_place(ranks: RankGroup, report: FaultReport, mine: Place, made: bool) -> Place:

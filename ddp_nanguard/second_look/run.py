@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_nanguard.blame.inspect import RankFindings, rescan
+from ddp_nanguard.blame import local_sites
+from ddp_nanguard.blame.inspect import RankFindings, blame_input, rescan
 from ddp_nanguard.blame.triage import Decision
 from ddp_nanguard.build import compose
 from ddp_nanguard.capture import rng
-from ddp_nanguard.capture.model_calls import BackwardPass, ModelCall
+from ddp_nanguard.capture.model_calls import BackwardPass, ModelCall, screen_of
 from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.capture.window import MicroBatch
 from ddp_nanguard.context import GuardContext
@@ -28,6 +29,11 @@ from ddp_nanguard.tensors.containers import copy_containers, tensors_in
 from ddp_nanguard.validate import ValidatedArgs
 from ddp_nanguard.wrappers import wrapper_of
 
+from .compare import OutputPair, own_sites
+
+SEED_NAME = "the gradient of the model's output"
+"""Recorded in training: the loss is code outside of what is run again."""
+
 
 @dataclass
 class SecondRun:
@@ -37,13 +43,25 @@ class SecondRun:
         context: of the run: a guard's, that watches everything.
         record: of the step as it ran now.
         findings: what was seen.
+        outputs: of the model in both runs.
         traced: what the trace saw; None where none was asked for.
     """
 
     context: GuardContext
     record: StepRecord
     findings: RankFindings
+    outputs: list[OutputPair]
     traced: Traced | None
+
+    @property
+    def has_healed(self) -> bool:
+        """Whether an output of the model was bad in training and is finite now: then its gradient tells nothing."""
+        return any(not pair.then_is_finite and pair.now_is_finite for pair in self.outputs)
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether this rank has made, or been given, something bad before any communication."""
+        return bool(own_sites(self.findings)) and not self.has_healed
 
 
 @dataclass
@@ -93,6 +111,7 @@ class StepAgain:
 
     def _run(self, second: GuardContext, watcher: Watcher | None) -> SecondRun:
         monitor = StepMonitor(second, _NoVerdict())
+        self._outputs: list[OutputPair] = []
         self.progress = lambda: second.slots.order + (watcher.num_operators if watcher is not None else 0)
         monitor.attach()
         job = TracedJob(second.wrapper, second.optimizers, self.context.scaler is not None, self.is_compiled)
@@ -105,8 +124,9 @@ class StepAgain:
                 second.flush_compiled()
             record = _record_of(second, self.record)
             findings = rescan(second, record)
+            findings.sites = local_sites(blame_input(second, record, findings))
             traced = watcher.result([]) if watcher is not None else None
-            return SecondRun(second, record, findings, traced)
+            return SecondRun(second, record, findings, self._outputs, traced)
         finally:
             monitor.release()
 
@@ -122,12 +142,12 @@ class StepAgain:
         monitor.begin_micro_batch(micro_batch.batch)
         graphs: dict[int, list[Tensor]] = {}
         reduces = micro_batch.index in window.reduced_micro_batches
-        with second.wrapper.syncing(reduces):
+        with self.context.wrapper.syncing(reduces):
             for event in events_of(window.calls.events, micro_batch.index):
                 if isinstance(event, ModelCall):
                     graphs[id(event)] = self._call(event, micro_batch, monitor, watcher)
                 else:
-                    _backward(event, window.calls.calls, graphs)
+                    _backward(event, window.calls.calls, graphs, watcher)
 
     def _call(
         self, call: ModelCall, micro_batch: MicroBatch, monitor: StepMonitor, watcher: Watcher | None
@@ -146,6 +166,11 @@ class StepAgain:
         found = [t for t in tensors_in(output) if t.grad_fn is not None and (t.is_floating_point() or t.is_complex())]
         if len(found) != call.num_outputs:
             raise RuntimeError(f"the model gave {len(found)} outputs with a graph, and {call.num_outputs} in training")
+        if not call.is_step:  # whose outputs are losses, which are watched
+            self._outputs += [
+                OutputPair(micro_batch.index, then, screen_of(now))
+                for then, now in zip(call.screens, found, strict=True)
+            ]
         return found
 
     def _watch_losses(self, call: ModelCall, micro_batch: MicroBatch, output: Any, monitor: StepMonitor) -> None:
@@ -178,7 +203,9 @@ def last_call(calls: list[ModelCall], micro_batch: int) -> ModelCall | None:
     return next((c for c in reversed(calls) if c.micro_batch == micro_batch and c.has_returned), None)
 
 
-def _backward(event: BackwardPass, calls: list[ModelCall], graphs: dict[int, list[Tensor]]) -> None:
+def _backward(
+    event: BackwardPass, calls: list[ModelCall], graphs: dict[int, list[Tensor]], watcher: Watcher | None
+) -> None:
     """One backward pass over all outputs that got a gradient in it: call by call would give other bits."""
     outputs: list[Tensor] = []
     seeds: list[Tensor] = []
@@ -187,6 +214,8 @@ def _backward(event: BackwardPass, calls: list[ModelCall], graphs: dict[int, lis
             if id(call) in graphs:
                 outputs.append(graphs[id(call)][position])
                 seeds.append(gradient)
+                if watcher is not None:
+                    watcher.name(gradient, SEED_NAME)
     if outputs:
         more = any(task > event.graph_task for call in calls if id(call) in graphs for task in call.gradients)
         torch.autograd.backward(outputs, seeds, retain_graph=more or None)

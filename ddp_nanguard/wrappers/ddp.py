@@ -43,7 +43,7 @@ class DDPWrapper(Wrapper):
         while not isinstance(model, DistributedDataParallel):
             model = cast(nn.Module, inner_of(model))
         self._ddp = model
-        self._broadcasts_buffers = False
+        self._reduces = self._was_synced = False
 
     @property
     def replica_index(self) -> int:
@@ -94,24 +94,25 @@ class DDPWrapper(Wrapper):
     def aside(self, saved: Mapping[str, Tensor], keep_gradients: bool) -> Iterator[None]:
         """As `Wrapper.aside`; DDP only hands its calls on, and its reducer has no part in them."""
         self._ddp.__dict__["forward"] = self._forward_inside
+        self._was_synced = False  # the buffers of the first forward were kept after its broadcast
         try:
             with super().aside(saved, keep_gradients):
                 yield
         finally:
             del self._ddp.__dict__["forward"]
-            self._broadcasts_buffers = False
 
     @contextlib.contextmanager
     def syncing(self, reduces: bool) -> Iterator[None]:
-        """As `Wrapper.syncing`: where it reduces, the forward begins with rank 0's buffers."""
-        self._broadcasts_buffers = reduces and bool(self._ddp.broadcast_buffers)
+        """As `Wrapper.syncing`: the forward after one that reduces begins with rank 0's buffers."""
+        self._reduces = reduces
         yield
 
     def _forward_inside(self, *args: Any, **kwargs: Any) -> Any:
         ddp = self._ddp
-        buffers = [buffer for _, buffer in self.named_buffers()] if self._broadcasts_buffers else []
-        if buffers:
+        buffers = [buffer for name, buffer in self.named_buffers() if name not in ddp.parameters_to_ignore]
+        if buffers and self._was_synced and getattr(ddp, _BUFFERS):
             _broadcast_coalesced(ddp.process_group, buffers, ddp.broadcast_bucket_size, 0)
+        self._was_synced = self._reduces
         if ddp.device_ids:
             device = torch.device(ddp.device_type, ddp.device_ids[0])
             moved, moved_kwargs = _to_kwargs(args, kwargs, device, False)
