@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
@@ -28,6 +28,8 @@ MAX_FINGERPRINT_NUMEL = 16384
 
 ALIAS = "ddp_nanguard.alias"
 """Key in the metadata of the autograd node that made an alias."""
+MAX_WEIGHTS = 32
+"""Parameters whose versions are read once per window: an optimizer that steps within the backward writes them all."""
 
 _current_graph_task = torch._C._current_graph_task_id
 
@@ -45,6 +47,7 @@ class ModelCall:
         is_step: whether ``function`` is the loop's step function, whose outputs are losses.
         gradients: by backward pass and position among the outputs, the gradient that reached it, detached.
         num_outputs: how many outputs can get one.
+        screens: the sum of each of these, shape (), see `screen_of`; None for what cannot be summed.
         problem: why the call cannot be made again as it was; None where it can.
         caller: code, last instruction and line number of the user's frame that made the call.
         has_returned: whether the function has returned; False while it runs, and for good where it raised.
@@ -60,6 +63,7 @@ class ModelCall:
     is_step: bool
     gradients: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     num_outputs: int = 0
+    screens: list[Tensor | None] = field(default_factory=list)
     problem: str | None = None
     has_returned: bool = False
     caller: tuple[CodeType, int, int] | None = None
@@ -77,7 +81,7 @@ class ModelCall:
 
     def forget(self) -> None:
         """Release everything: a graph that the loop keeps must not keep the arguments too."""
-        self.args, self.kwargs, self.gradients, self._arguments = (), {}, {}, []
+        self.args, self.kwargs, self.gradients, self.screens, self._arguments = (), {}, {}, [], []
 
 
 @dataclass(frozen=True)
@@ -109,12 +113,16 @@ class ModelCalls:
 
     Args:
         device: of the model.
+        weights: parameters; a few of them are looked at.
 
     Memory: arguments by reference, and at most `MAX_GRADIENT_BYTES` of gradients, until the window is closed.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, weights: Sequence[Tensor] = ()) -> None:
         self._device = device
+        every = -(-len(weights) // MAX_WEIGHTS) or 1
+        self._weights = list(weights[::every])
+        self._weight_versions: list[int] = []
         self._types = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
         self.events: list[StepEvent] = []
         self._open: list[ModelCall] = []  # that have not returned, outermost first; what raised stays until `clear`
@@ -147,6 +155,8 @@ class ModelCalls:
             micro_batch: index in the window.
             is_step: whether it is the loop's step function.
         """
+        if not self.events:
+            self._weight_versions = [_version(weight) for weight in self._weights]
         kept_args, kept_kwargs = copy_containers(args, _same), copy_containers(kwargs, _same)
         call = ModelCall(
             function,
@@ -164,6 +174,10 @@ class ModelCalls:
         self.events.append(call)
         self._open.append(call)
         return call
+
+    def weights_have_changed(self) -> bool:
+        """Whether weights were written since the first call of the window, as far as their versions tell."""
+        return self._weight_versions != [_version(weight) for weight in self._weights]
 
     def abandon(self) -> None:
         """The function that was called last has raised."""
@@ -197,6 +211,7 @@ class ModelCalls:
         metadata: Any = alias.grad_fn.metadata
         metadata[ALIAS] = True  # where the model ends, for who walks the graph
         call._aliases.append(weakref.ref(alias))
+        call.screens.append(screen_of(tensor))
         call.num_outputs += 1
         return alias
 
@@ -225,7 +240,7 @@ class ModelCalls:
 
     def empty_copy(self) -> ModelCalls:
         """The record of another window of the same model."""
-        return ModelCalls(self._device)
+        return ModelCalls(self._device, self._weights)
 
 
 class _OutputGradient:
@@ -257,21 +272,21 @@ class _Argument:
     def has_changed(self) -> bool:
         if _version(self.tensor) != self.version:
             return True
-        now = _fingerprint(self.tensor)
-        return self.sum is not None and now is not None and not torch.equal(self.sum, now)
+        return not same_screen(self.sum, _fingerprint(self.tensor))
 
 
 @torch.no_grad()
-def _fingerprint(tensor: Tensor) -> Tensor | None:
-    """The sum as its bits; None for what is large, empty or no plain tensor. One kernel or two, no host read."""
+def screen_of(tensor: Tensor) -> Tensor | None:
+    """The sum of a tensor, or of this rank's part of it, non-finite where an element is; None where torch has none.
+
+    One kernel, no host read, no collective.
+    """
+    tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
     plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and not tensor.is_quantized
-    if not plain or not 0 < tensor.numel() <= MAX_FINGERPRINT_NUMEL or tensor.is_complex() or tensor.is_meta:
-        return None
-    if tensor.is_floating_point() and tensor.element_size() == 1:  # torch sums no 8-bit floats
-        return None
+    if not plain or tensor.is_meta or (tensor.is_floating_point() and tensor.element_size() == 1):
+        return None  # torch sums no 8-bit floats
     with torch.inference_mode(False):
-        total = tensor.detach().sum()
-    return total if not total.is_floating_point() else total.view(_INTEGERS[total.element_size()])
+        return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().sum()
 
 
 def _users_position() -> tuple[CodeType, int, int] | None:
@@ -281,7 +296,16 @@ def _users_position() -> tuple[CodeType, int, int] | None:
     return None if frame is None else (frame.f_code, frame.f_lasti, frame.f_lineno)
 
 
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+def same_screen(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether both have the same bits, as far as they tell; a NaN is like any other. Host sync: one or two."""
+    if one is None or other is None:
+        return True
+    return bool(torch.equal(one, other)) or (one.is_floating_point() and bool(one.isnan() and other.isnan()))
+
+
+def _fingerprint(tensor: Tensor) -> Tensor | None:
+    """The screen of a small argument; None for what is large or empty."""
+    return screen_of(tensor) if 0 < tensor.numel() <= MAX_FINGERPRINT_NUMEL else None
 
 
 def _version(tensor: Tensor) -> int:

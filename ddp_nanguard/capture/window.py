@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -49,6 +49,7 @@ class AccumulationWindow:
         device: of the model; its random state is kept too.
         copy_batch: whether batch tensors are copied instead of referred to.
         hold: where batches are held; ``host`` copies them to pinned memory without waiting.
+        weights: the model's parameters.
 
     Attributes:
         micro_batches: those begun so far.
@@ -60,10 +61,12 @@ class AccumulationWindow:
     and one copy of the floating buffers, and of others up to `SMALL_BYTES` each.
     """
 
-    def __init__(self, device: torch.device, copy_batch: bool, hold: Literal["device", "host"]) -> None:
+    def __init__(
+        self, device: torch.device, copy_batch: bool, hold: Literal["device", "host"], weights: Sequence[Tensor] = ()
+    ) -> None:
         self._device = device
         self.generators: dict[str, Any] = {}
-        self.calls = ModelCalls(device)
+        self.calls = ModelCalls(device, weights)
 
         # - Batches. Tensors kept by reference can be changed in place by the step, which would make the dump lie: their
         # versions tell

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
-from ddp_nanguard.capture.record import StepRecord
+from torch import Tensor
+
+from ddp_nanguard.blame.inspect import RankFindings
+from ddp_nanguard.capture.model_calls import same_screen
 from ddp_nanguard.probes.slot_keys import keyed_slots
 from ddp_nanguard.probes.slots import SlotStats
 from ddp_nanguard.report.slot_key import SlotKey
-from ddp_nanguard.report.types import Phase
+from ddp_nanguard.report.types import Phase, Site
 
 Values = tuple[float, float]
 
@@ -20,42 +24,85 @@ class Agreement:
     """How the vital signs of two runs agree on one rank.
 
     Attributes:
-        num_compared: how many were compared.
         last_same: the last one before the first that differs, as text; None where none was the same.
         first_different: the first that differs, as text; None where none does.
-        bad_then, bad_now: whether any of those compared was non-finite.
     """
 
-    num_compared: int
     last_same: str | None
     first_different: str | None
-    bad_then: bool
-    bad_now: bool
 
 
-def agreement(then: list[SlotStats], now: list[SlotStats], record: StepRecord, is_sharded: bool) -> Agreement:
-    """Compare what both runs have seen: losses, root outputs, and each rank's own gradients.
+@dataclass(frozen=True)
+class OutputPair:
+    """One output of the model in both runs.
+
+    Attributes:
+        micro_batch: of the call.
+        then, now: its screens, see `screen_of`.
+    """
+
+    micro_batch: int
+    then: Tensor | None
+    now: Tensor | None
+
+    @property
+    def then_is_finite(self) -> bool:
+        """Whether it was finite in training, as far as its screen tells. Host sync: one."""
+        return self.then is None or bool(self.then.isfinite())
+
+    @property
+    def now_is_finite(self) -> bool:
+        """Whether it is finite in the second run, as far as its screen tells. Host sync: one."""
+        return self.now is None or bool(self.now.isfinite())
+
+
+def own_sites(findings: RankFindings) -> list[Site]:
+    """What a rank has seen before any communication, with full confidence."""
+    sites = [ranked.site for ranked in findings.sites if not ranked.low_confidence]
+    return [site for site in sites if site.phase is not Phase.REDUCE]
+
+
+def agreement(
+    then: list[SlotStats],
+    now: list[SlotStats],
+    outputs: list[OutputPair],
+    is_sharded: bool,
+    left_out: Container[str],
+) -> Agreement:
+    """Compare what both runs have seen: the model's outputs, losses, and each rank's own gradients.
 
     Args:
         then: slots of training.
         now: slots of the second run.
-        record: of the step.
+        outputs: of the model, in both.
         is_sharded: whether the second run reduced its gradients too.
+        left_out: names of parameters whose gradients are not compared.
     """
-    recorded, again = keyed_slots(then), dict(keyed_slots(now))
     last_same = first_different = None
-    count, bad_then, bad_now, reduced = 0, False, False, False
-    for key, values in recorded:
-        reduced = reduced or key.phase is Phase.REDUCE
-        if key not in again or not _comparable(key, reduced, is_sharded):
-            continue
-        count += 1
-        bad_then, bad_now = bad_then or _is_bad(values), bad_now or _is_bad(again[key])
-        if same_bits(values, again[key]):
-            last_same = str(key) if first_different is None else last_same
+    for what, is_same in (*_same_outputs(outputs), *_same_slots(then, now, is_sharded, left_out)):
+        if is_same:
+            last_same = what if first_different is None else last_same
         else:
-            first_different = first_different or str(key)
-    return Agreement(count, last_same, first_different, bad_then, bad_now)
+            first_different = first_different or what
+    return Agreement(last_same, first_different)
+
+
+def _same_outputs(outputs: list[OutputPair]) -> Iterator[tuple[str, bool]]:
+    for pair in outputs:
+        if pair.then is not None and pair.now is not None:
+            yield f"the model's output, micro-batch {pair.micro_batch}", same_screen(pair.then, pair.now)
+
+
+def _same_slots(
+    then: list[SlotStats], now: list[SlotStats], is_sharded: bool, left_out: Container[str]
+) -> Iterator[tuple[str, bool]]:
+    again = dict(keyed_slots(now))
+    reduced = False
+    for key, values in keyed_slots(then):
+        reduced = reduced or key.phase is Phase.REDUCE
+        is_left_out = key.is_parameter_gradient and key.name in left_out
+        if key in again and not is_left_out and _comparable(key, reduced, is_sharded):
+            yield str(key), same_bits(values, again[key])
 
 
 def _comparable(key: SlotKey, reduced: bool, is_sharded: bool) -> bool:
@@ -71,7 +118,3 @@ def same_bits(one: Values, other: Values) -> bool:
         (math.isnan(a) and math.isnan(b)) or struct.pack("d", a) == struct.pack("d", b)
         for a, b in zip(one, other, strict=True)
     )
-
-
-def _is_bad(values: Values) -> bool:
-    return not all(map(math.isfinite, values))

@@ -24,9 +24,10 @@ from ddp_nanguard.diagnosis.rules import TraceFacts
 from ddp_nanguard.diagnosis.trace.traced_step import Watcher
 from ddp_nanguard.report.types import FaultReport, FirstOperator, SecondLook
 
+from .compare import own_sites
 from .obstacles import of_the_report, of_this_rank
-from .outcome import Concluded, as_compiled, concluded, is_bad_here, merged
-from .outside import is_outside, outside_place, runs_step, without_seed
+from .outcome import Concluded, as_compiled, concluded, hinted, merged
+from .outside import is_outside, outside_place, runs_step
 from .place import Place, made_here, own_place, shared_place
 from .run import SecondRun, StepAgain
 from .signs_of_life import SignsOfLife
@@ -128,13 +129,13 @@ class _Look:
         compiled = self._run(eager=False, everything=False) if self.step.is_compiled else None
         second = self._run()
         seen = shared_report(second.context, second.record, second.findings, "")
-        found = self._concluded(second, compiled)
+        found = hinted(self._concluded(second, compiled), seen, fault.record)
         self.shown, self.findings = _with_look(merged(fault.report, seen, found), found), second.findings
         place = Place()
         try:
             if found.outcome == "finite":
                 found, place = self._with_filled_memory(found)
-            else:
+            elif found.is_placed:
                 place = self._place(second, self.shown, found)
         except _NotDoneError as error:
             self.shown = self.given_up(str(error))
@@ -169,7 +170,7 @@ class _Look:
             return concluded(fault.context, fault.record, fault.report, fault.findings, second)
         # bits are those of the compiled step; an eager one rounds otherwise, and draws other dropout masks
         found = concluded(fault.context, fault.record, fault.report, fault.findings, compiled)
-        (is_bad,) = self.context.ranks.any_of(is_bad_here(second.findings))
+        (is_bad,) = self.context.ranks.any_of(second.is_bad)
         return as_compiled(found, is_bad)
 
     # -- the runs ------------------------------------------------------------------------------------------------------
@@ -216,8 +217,8 @@ class _Look:
     def _place(self, second: SecondRun, report: FaultReport, found: Concluded) -> Place:
         """Operator, line and reason, from one more run with a trace on the ranks where something is bad."""
         # a compiled step that failed may be finite eagerly, which its trace shows
-        was_bad = self.step.is_compiled and is_bad_here(self.fault.findings)
-        traced = self._run(traced=was_bad or is_bad_here(second.findings))
+        was_bad = self.step.is_compiled and bool(own_sites(self.fault.findings))
+        traced = self._run(traced=was_bad or second.is_bad)
         return self._told(traced, report, found.outcome)
 
     def _told(self, traced: SecondRun, report: FaultReport, outcome: str) -> Place:
@@ -235,7 +236,6 @@ class _Look:
             return shared_place(ranks, report, mine, made=False)
         mine = Place()
         if traced.traced is not None:
-            facts = without_seed(facts) if not runs_step(self.fault.record) else facts
             mine = own_place(facts, self.fault.record.window.calls.calls, ranks.rank)
         return shared_place(ranks, report, mine, made_here(traced.traced))
 
@@ -244,7 +244,7 @@ class _Look:
         is_suspect = self.context.ranks.rank in found.finite_ranks
         with _memory_filled():
             again = self._run(traced=is_suspect)
-        (is_bad,) = self.context.ranks.any_of(is_suspect and is_bad_here(again.findings))
+        (is_bad,) = self.context.ranks.any_of(is_suspect and again.is_bad)
         if not is_bad:
             return found, Place()
         place = self._told(again, self.fault.report, "same")

@@ -34,6 +34,8 @@ def of_this_rank(context: GuardContext, record: StepRecord) -> str | None:
         changed = call.changed_argument()
         if changed is not None:
             return f"argument {changed} was changed after the call; give the model a copy, or use copy_batch=True"
+    if record.is_current and record.window.calls.weights_have_changed():
+        return "the weights were updated already, within the step"
     open_call = any(call.awaits_backward for call in returned)
     if open_call and context.wrapper.is_sharded:
         return "a forward still waits for its backward: the window is open"

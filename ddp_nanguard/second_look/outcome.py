@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Container
 from dataclasses import dataclass, replace
 
-from ddp_nanguard.blame.inspect import RankFindings
+from ddp_nanguard.blame import local_sites
+from ddp_nanguard.blame.inspect import RankFindings, blame_input
 from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.context import GuardContext
+from ddp_nanguard.probes.slot_keys import vital_signs
 from ddp_nanguard.report.types import FaultReport, Phase, Site
 from ddp_nanguard.report.wording import listed
+from ddp_nanguard.wrappers.aside import has_hooks_of_the_job
 
-from .compare import Agreement, agreement
+from .compare import Agreement, agreement, own_sites
+from .outside import is_outside, runs_step
 from .run import SecondRun
 
 
@@ -23,35 +28,29 @@ class Concluded:
         outcome: as in `SecondLook`.
         text: one sentence.
         finite_ranks: where the fault did not come again.
-        changed_after: whether every gradient was finite when the backward ended, and only later was not.
-        is_elsewhere: whether, on some rank, another vital sign was the first to go bad.
+        changed_after: whether what was bad had been finite until code outside of the step changed it.
+        is_placed: whether what the second run saw is the fault; if not, it names no place.
     """
 
     outcome: str
     text: str
     finite_ranks: tuple[int, ...] = ()
     changed_after: bool = False
-    is_elsewhere: bool = False
+    is_placed: bool = True
 
 
-def own_sites(findings: RankFindings) -> list[Site]:
-    """What this rank had seen before any communication, with full confidence."""
-    sites = [ranked.site for ranked in findings.sites if not ranked.low_confidence]
-    return [site for site in sites if site.phase is not Phase.REDUCE]
+def is_late(site: Site, hooked: Container[str]) -> bool:
+    """Whether a gradient was seen bad only after other code may have changed it.
 
-
-def is_bad_here(findings: RankFindings) -> bool:
-    """Whether this rank has made, or been given, something bad."""
-    return bool(own_sites(findings))
-
-
-def is_late(site: Site) -> bool:
-    """Whether a gradient was first seen bad after the backward had ended: code of the loop may have changed it."""
-    return site.phase is Phase.BACKWARD and site.micro_batch is None
+    Args:
+        site: of the first look.
+        hooked: names of parameters whose gradients the job's own hooks see.
+    """
+    return site.phase is Phase.BACKWARD and (site.micro_batch is None or site.slot in hooked)
 
 
 def concluded(
-    context: GuardContext, record: StepRecord, report: FaultReport, then: RankFindings, again: SecondRun
+    context: GuardContext, record: StepRecord, report: FaultReport, then: RankFindings, now: SecondRun
 ) -> Concluded:
     """Compare both looks on every rank.
 
@@ -60,28 +59,39 @@ def concluded(
         record: of the step.
         report: of the first look.
         then: what this rank found at first; its sites are filled in.
-        again: what it found in the second run; likewise.
+        now: the second run; the sites that it found are filled in too.
 
     Collective: one SUM all-reduce of four bytes per rank and one of 8 KiB, on the fault group.
     """
-    ranks, now = context.ranks, again.findings
-    mine = agreement(then.recorded, now.recorded, record, context.wrapper.is_sharded)
-    was_bad = [site for site in own_sites(then) if not is_late(site)]
-    is_finite = bool(was_bad) and not is_bad_here(now)
-    late = [site for site in own_sites(then) if is_late(site)]
-    is_changed = bool(late) and not was_bad and not is_bad_here(now)
-    moved = _has_moved(was_bad, [ranked.site for ranked in again.as_watched])
+    ranks = context.ranks
+    hooked = _hooked(context)
+    mine = agreement(then.recorded, now.findings.recorded, now.outputs, context.wrapper.is_sharded, hooked)
+    was_bad = [site for site in own_sites(then) if not is_late(site, hooked)]
+    late = [site for site in own_sites(then) if is_late(site, hooked)]
+    is_finite = now.has_healed or (bool(was_bad) and not now.is_bad)
+    is_changed = bool(late) and not is_finite and not was_bad and not now.is_bad
+    moved = _has_moved(_vital(context, record, then), now.as_watched)
     flags = (is_finite, mine.first_different is not None or moved, is_changed, moved)
     finite, different, changed, elsewhere = ranks.ranks_where(*flags)
     speaker = (finite or different or [ranks.members[0]])[0]
     text = ranks.text_of(ranks.rank == speaker, _own_text(context, mine, is_finite))
     if finite:
         return Concluded("finite", f"{_who(finite)} finite on the second run, {text}", tuple(finite))
-    changed_after = bool(changed) and report.origin is not None and is_late(report.origin)
+    changed_after = bool(changed) and report.origin is not None and report.origin.phase is Phase.BACKWARD
     if different:
         said = f"{_who(different)} has other bits on the second run: {text}"
-        return Concluded("elsewhere", said, (), changed_after, bool(elsewhere))
+        return Concluded("elsewhere", said, (), changed_after, is_placed=not elsewhere)
     return Concluded("same", _same_text(context, report, changed_after), (), changed_after)
+
+
+def _vital(context: GuardContext, record: StepRecord, then: RankFindings) -> list[Site]:
+    """What this rank's vital signs alone had shown before any communication."""
+    if context.config.layers == "none":
+        return [site for site in own_sites(then) if not is_late(site, ())]
+    signs = vital_signs(then.slot_stats, context.scaler is not None)
+    ranked = local_sites(blame_input(context, record, replace(then, slot_stats=signs)))
+    sites = [each.site for each in ranked if not each.low_confidence]
+    return [site for site in sites if site.phase is not Phase.REDUCE and not is_late(site, ())]
 
 
 def _has_moved(then: list[Site], now: list[Site]) -> bool:
@@ -102,11 +112,23 @@ def _own_text(context: GuardContext, mine: Agreement, is_finite: bool) -> str:
 def _same_text(context: GuardContext, report: FaultReport, changed_after: bool) -> str:
     everywhere = f"same on all {report.world_size} ranks" if report.world_size > 1 else "same"
     if changed_after:
-        return f"{everywhere}: gradients are finite when the backward ends, so code after the backward changed them"
+        return f"{everywhere}: gradients are finite where backward makes them, so {_who_changed(report)} changed them"
     is_reduce = report.origin is not None and report.origin.phase is Phase.REDUCE
     if is_reduce and not context.wrapper.is_sharded:
         return f"{everywhere}, up to the communication, which was not run again"
     return f"{everywhere}: deterministic"
+
+
+def _hooked(context: GuardContext) -> frozenset[str]:
+    """Parameters with hooks of the job, which are not run again, unless gradients never reach those."""
+    if context.wrapper.is_sharded:
+        return frozenset()
+    return frozenset(name for name, parameter in context.wrapper.named_parameters() if has_hooks_of_the_job(parameter))
+
+
+def _who_changed(report: FaultReport) -> str:
+    is_hook = report.origin is not None and report.origin.micro_batch is not None
+    return "a hook of the job on the parameter" if is_hook else "code after the backward"
 
 
 def as_compiled(found: Concluded, is_bad: bool) -> Concluded:
@@ -121,7 +143,20 @@ def as_compiled(found: Concluded, is_bad: bool) -> Concluded:
     eager = "the place is that of an eager run, which is not the compiled step"
     if not is_bad:
         eager = "finite when it runs eagerly: suspect the kernel that torch.compile made"
-    return replace(found, text=f"{found.text}, compiled; {eager}")
+    return replace(found, text=f"{found.text}, compiled; {eager}", is_placed=is_bad)
+
+
+def hinted(found: Concluded, second: FaultReport, record: StepRecord) -> Concluded:
+    """What would make a second look show more: the loss is not run again where it is code of the loop.
+
+    Args:
+        found: so far.
+        second: what was seen.
+        record: of the step.
+    """
+    if found.outcome != "same" or not is_outside(second.origin) or runs_step(record):
+        return found
+    return replace(found, text=f"{found.text}; the loss was not run again: guard.run(step, batch) would name its line")
 
 
 def merged(first: FaultReport, second: FaultReport, found: Concluded) -> FaultReport:
@@ -142,11 +177,11 @@ def merged(first: FaultReport, second: FaultReport, found: Concluded) -> FaultRe
 def _is_shown(first: FaultReport, second: FaultReport, found: Concluded) -> bool:
     """Whether the second look's origin is that of the fault."""
     then, now = first.origin, second.origin
-    if found.outcome == "finite" or found.changed_after or then is None or now is None:
+    if found.outcome == "finite" or found.changed_after or not found.is_placed or then is None or now is None:
         return False
     if then.phase is Phase.REDUCE or now.phase in (Phase.STATE, Phase.OPTIMIZER):
         return False
-    return found.outcome == "same" or (then.rank == now.rank and not found.is_elsewhere)
+    return found.outcome == "same" or then.rank == now.rank
 
 
 def _who(ranks: list[int]) -> str:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from ddp_nanguard.capture.model_calls import ALIAS, WatchedLoss
 from ddp_nanguard.capture.record import StepRecord
-from ddp_nanguard.diagnosis.rules import TraceFacts
-from ddp_nanguard.diagnosis.trace.events import EventCategory, EventPhase
 from ddp_nanguard.report.types import FaultReport, Phase, Site
 
 from .place import Place
 
 MAX_NODES = 8
-REMEDY = "guard.run(step, batch) lets the second look run it"
 
 
 def runs_step(record: StepRecord) -> bool:
@@ -31,13 +27,6 @@ def is_outside(origin: Site | None) -> bool:
     return origin.phase is Phase.LOSS or (origin.phase is Phase.BACKWARD and in_loop)
 
 
-def without_seed(facts: TraceFacts) -> TraceFacts:
-    """The facts without a first operator that only took in the recorded gradient of a model's output."""
-    event = facts.first_nonfinite_op
-    took_seed = event is not None and event.phase is EventPhase.BACKWARD and "" in event.outside
-    return replace(facts, traced=None) if took_seed and event.category is EventCategory.PROPAGATED else facts  # type: ignore[union-attr]  # then there is one
-
-
 def outside_place(record: StepRecord, report: FaultReport) -> Place:
     """What can be said of code of the loss that is not run again: the nodes of its graph, where that is still there.
 
@@ -49,7 +38,7 @@ def outside_place(record: StepRecord, report: FaultReport) -> Place:
     assert origin is not None
     nodes = _nodes(record, origin)
     graph = f"; its graph, last first: {', '.join(nodes)}" if nodes else ""
-    return Place(None, f"{report.cause}{graph}; that code is not part of the model: {REMEDY}")
+    return Place(None, f"{report.cause}{graph}" if graph else "")
 
 
 def _nodes(record: StepRecord, origin: Site) -> list[str]:

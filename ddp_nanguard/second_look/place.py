@@ -18,6 +18,8 @@ from ddp_nanguard.report.types import Evidence, FaultReport, FirstOperator
 
 _log = logging.getLogger(__name__)
 
+SEED_NAME = "the gradient of the model's output"
+"""As recorded in training: the loss is code outside of what is run again."""
 MAX_CODE = 200
 MAX_REASON = 900
 
@@ -45,6 +47,8 @@ def own_place(facts: TraceFacts, calls: list[ModelCall], rank: int) -> Place:
     """
     try:
         event = facts.first_nonfinite_op
+        if event is not None and _reads_gradient_of_output(event):
+            return Place()
         reason = reason_for(facts)
         text = "" if reason.kind == "unknown" else reason.text[:MAX_REASON]
         return Place(None if event is None else _operator(event, calls, rank), text)
@@ -85,7 +89,12 @@ def _evidence(operand: Operand | None) -> Evidence | None:
 def made_here(traced: Traced | None) -> bool:
     """Whether the value began in this rank's own arithmetic, not in a collective."""
     event = traced.first_nonfinite_op if traced is not None else None
-    return event is not None and not is_communication(event.operator)
+    return event is not None and not is_communication(event.operator) and not _reads_gradient_of_output(event)
+
+
+def _reads_gradient_of_output(event: Event) -> bool:
+    """Whether it only takes over what the loss has made, outside of what was run again."""
+    return SEED_NAME in event.outside and not event.parents
 
 
 def shared_place(ranks: RankGroup, report: FaultReport, mine: Place, made: bool) -> Place:

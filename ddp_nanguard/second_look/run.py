@@ -13,10 +13,9 @@ from ddp_nanguard.blame import local_sites
 from ddp_nanguard.blame.inspect import RankFindings, blame_input, rescan
 from ddp_nanguard.blame.report import fill_sites
 from ddp_nanguard.blame.triage import Decision
-from ddp_nanguard.blame.view import RankedSite
 from ddp_nanguard.build import compose
 from ddp_nanguard.capture import rng
-from ddp_nanguard.capture.model_calls import BackwardPass, ModelCall, StepEvent, WatchedLoss
+from ddp_nanguard.capture.model_calls import BackwardPass, ModelCall, StepEvent, WatchedLoss, screen_of
 from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.capture.window import MicroBatch
 from ddp_nanguard.context import GuardContext
@@ -26,10 +25,14 @@ from ddp_nanguard.inject.injector import injected_again
 from ddp_nanguard.probes.severity import Severity
 from ddp_nanguard.probes.slot_keys import vital_signs
 from ddp_nanguard.replay.session import is_compiled
+from ddp_nanguard.report.types import Site
 from ddp_nanguard.step.monitor import StepMonitor
 from ddp_nanguard.tensors.containers import copy_containers, tensors_in
 from ddp_nanguard.validate import ValidatedArgs
 from ddp_nanguard.wrappers import wrapper_of
+
+from .compare import OutputPair, own_sites
+from .place import SEED_NAME
 
 
 @dataclass
@@ -40,15 +43,27 @@ class SecondRun:
         context: of the run: a guard's, that watches everything.
         record: of the step as it ran now.
         findings: what was seen.
-        as_watched: this rank's sites as training would have seen them, which looks at fewer layers perhaps.
+        as_watched: this rank's sites by its vital signs alone.
+        outputs: of the model in both runs.
         traced: what the trace saw; None where none was asked for.
     """
 
     context: GuardContext
     record: StepRecord
     findings: RankFindings
-    as_watched: list[RankedSite]
+    as_watched: list[Site]
+    outputs: list[OutputPair]
     traced: Traced | None
+
+    @property
+    def has_healed(self) -> bool:
+        """Whether an output of the model was bad in training and is finite now: then its gradient tells nothing."""
+        return any(not pair.then_is_finite and pair.now_is_finite for pair in self.outputs)
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether this rank has made, or been given, something bad before any communication."""
+        return bool(own_sites(self.findings)) and not self.has_healed
 
 
 @dataclass
@@ -98,6 +113,7 @@ class StepAgain:
 
     def _run(self, second: GuardContext, watcher: Watcher | None) -> SecondRun:
         monitor = StepMonitor(second, _NoVerdict())
+        self._outputs: list[OutputPair] = []
         self.progress = lambda: second.slots.order + (watcher.num_operators if watcher is not None else 0)
         monitor.attach()
         job = TracedJob(second.wrapper, second.optimizers, self.context.scaler is not None, self.is_compiled)
@@ -112,16 +128,16 @@ class StepAgain:
             findings = rescan(second, record)
             # now, while the parameters are those that the calls took
             fill_sites(second, record, findings)
+            as_watched = self._as_watched(second, record, findings)
             traced = watcher.result([]) if watcher is not None else None
-            return SecondRun(second, record, findings, self._as_watched(second, record, findings), traced)
+            return SecondRun(second, record, findings, as_watched, self._outputs, traced)
         finally:
             monitor.release()
 
-    def _as_watched(self, second: GuardContext, record: StepRecord, findings: RankFindings) -> list[RankedSite]:
-        if self.context.config.layers != "none":
-            return findings.sites
+    def _as_watched(self, second: GuardContext, record: StepRecord, findings: RankFindings) -> list[Site]:
         signs = vital_signs(findings.slot_stats, self.context.scaler is not None)
-        return local_sites(blame_input(second, record, replace(findings, slot_stats=signs)))
+        ranked = local_sites(blame_input(second, record, replace(findings, slot_stats=signs)))
+        return [each.site for each in ranked if not each.low_confidence]
 
     # -- one micro-batch -----------------------------------------------------------------------------------------------
 
@@ -135,14 +151,14 @@ class StepAgain:
         monitor.begin_micro_batch(micro_batch.batch)
         graphs: dict[int, list[Tensor]] = {}
         reduces = micro_batch.index in window.reduced_micro_batches
-        with second.wrapper.syncing(reduces):
+        with self.context.wrapper.syncing(reduces):
             for event in events_of(window.calls.events, micro_batch.index):
                 if isinstance(event, ModelCall):
                     graphs[id(event)] = self._call(event, monitor, watcher)
                 elif isinstance(event, WatchedLoss):  # of code outside of what is called: as it was in training
                     monitor.watch_loss(event.name, micro_batch.losses[event.name])
                 else:
-                    _backward(event, window.calls.calls, graphs)
+                    _backward(event, window.calls.calls, graphs, watcher)
 
     def _call(self, call: ModelCall, monitor: StepMonitor, watcher: Watcher | None) -> list[Tensor]:
         """Make the call again; its outputs that have a graph."""
@@ -162,6 +178,11 @@ class StepAgain:
         found = [t for t in tensors_in(output) if t.grad_fn is not None and (t.is_floating_point() or t.is_complex())]
         if len(found) != call.num_outputs:
             raise RuntimeError(f"the model gave {len(found)} outputs with a graph, and {call.num_outputs} in training")
+        if not call.is_step:  # whose outputs are losses, which are watched
+            self._outputs += [
+                OutputPair(call.micro_batch, then, screen_of(now))
+                for then, now in zip(call.screens, found, strict=True)
+            ]
         return found
 
 
@@ -179,7 +200,9 @@ def events_of(events: list[StepEvent], micro_batch: int) -> list[StepEvent]:
     return found
 
 
-def _backward(event: BackwardPass, calls: list[ModelCall], graphs: dict[int, list[Tensor]]) -> None:
+def _backward(
+    event: BackwardPass, calls: list[ModelCall], graphs: dict[int, list[Tensor]], watcher: Watcher | None
+) -> None:
     """One backward pass over all outputs that got a gradient in it: call by call would give other bits."""
     outputs: list[Tensor] = []
     seeds: list[Tensor] = []
@@ -188,6 +211,8 @@ def _backward(event: BackwardPass, calls: list[ModelCall], graphs: dict[int, lis
             if id(call) in graphs:
                 outputs.append(graphs[id(call)][position])
                 seeds.append(gradient)
+                if watcher is not None:
+                    watcher.name(gradient, SEED_NAME)
     if outputs:
         more = any(task > event.graph_task for call in calls if id(call) in graphs for task in call.gradients)
         torch.autograd.backward(outputs, seeds, retain_graph=more or None)

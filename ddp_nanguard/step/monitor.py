@@ -162,7 +162,8 @@ class StepMonitor:
         if self._needs_micro_batch():
             self._open_micro_batch(self._batch if self.has_loader() else batch)
         calls, model = context.window.calls, context.wrapper.model
-        calls.begin(step, (model, batch), {}, len(context.window.micro_batches) - 1, is_step=True)
+        if context.config.look_again:
+            calls.begin(step, (model, batch), {}, len(context.window.micro_batches) - 1, is_step=True)
         try:
             losses = require_losses(step, step(model, batch))
         except BaseException:
@@ -170,7 +171,7 @@ class StepMonitor:
             raise
         for name, value in named_losses({"loss": losses}):
             self.watch_loss(name, value)
-        return calls.end(losses)
+        return calls.end(losses) if context.config.look_again else losses
 
     # -- 4. the backward -----------------------------------------------------------------------------------------------
 

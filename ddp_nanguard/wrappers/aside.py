@@ -10,7 +10,7 @@ hook on the live one raises before it does.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ def shadowed(
         for name, parameter in parameters:
             if parameter.requires_grad:
                 stack.enter_context(_refused(name, parameter))
-        stack.enter_context(attributes_kept(model, is_sharded=False))
+        stack.enter_context(attributes_kept(model))
         _replace_parameters(model)
         _replace_buffers(model, saved)
         _renew_flat_weights(model)
@@ -124,22 +124,24 @@ def _renew_flat_weights(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def attributes_kept(model: nn.Module, is_sharded: bool) -> Iterator[None]:
+def attributes_kept(model: nn.Module, managed: Mapping[nn.Module, Container[str]] | None = None) -> Iterator[None]:
     """At the end each module has the attributes, parameters, buffers and children that it had: a forward may set some.
 
     Args:
         model: with all its shells.
-        is_sharded: whether parameters, and tensors in their place, are the wrapper's to put back.
+        managed: where the wrapper shards them, names of parameters by module: these, and tensors in their place, are
+            the wrapper's to put back; None where it does not.
     """
     modules = list(dict.fromkeys(module for _, module in paths(model)))
     plain = [module for module in modules if not isinstance(module, FullyShardedDataParallel)]
-    attributes = [(module, _own_attributes(module, is_sharded)) for module in plain]
-    tables = [(table, dict(table)) for module in modules for table in _tables(module, is_sharded)]
+    names = managed or {}
+    attributes = [(module, _own_attributes(module, names.get(module, ()))) for module in plain]
+    tables = [(table, dict(table)) for module in modules for table in _tables(module, managed is not None)]
     try:
         yield
     finally:
         for module, before in attributes:
-            for name in _own_attributes(module, is_sharded).keys() - before.keys():
+            for name in _own_attributes(module, names.get(module, ())).keys() - before.keys():
                 del module.__dict__[name]
             module.__dict__.update(before)
         for table, entries in tables:
@@ -147,9 +149,9 @@ def attributes_kept(model: nn.Module, is_sharded: bool) -> Iterator[None]:
             table.update(entries)
 
 
-def _own_attributes(module: nn.Module, is_sharded: bool) -> dict[str, Any]:
+def _own_attributes(module: nn.Module, managed: Container[str]) -> dict[str, Any]:
     own = {name: value for name, value in module.__dict__.items() if name not in _MACHINERY and "hooks" not in name}
-    return {name: value for name, value in own.items() if not (is_sharded and isinstance(value, Tensor))}
+    return {name: value for name, value in own.items() if name not in managed}
 
 
 def _tables(module: nn.Module, is_sharded: bool) -> list[dict[str, Any]]:
@@ -186,6 +188,16 @@ def gradients_aside(parameters: list[nn.Parameter], keep: bool) -> Iterator[None
 def _drop_gradients(parameters: list[nn.Parameter]) -> None:
     for parameter in parameters:
         parameter.grad = None
+
+
+def has_hooks_of_the_job(parameter: nn.Parameter) -> bool:
+    """Whether code that is neither ours nor torch's may change its gradient while a backward runs."""
+    return any(_is_of_the_job(hook) for hook in (parameter._backward_hooks or {}).values())
+
+
+def _is_of_the_job(hook: Any) -> bool:
+    module = getattr(hook, "__module__", None) or type(hook).__module__
+    return module.partition(".")[0] not in ("ddp_nanguard", "torch")
 
 
 def _hook_tables(parameter: nn.Parameter) -> list[dict[int, Any]]:

@@ -42,7 +42,7 @@ class DDPWrapper(Wrapper):
         while not isinstance(model, DistributedDataParallel):
             model = cast(nn.Module, inner_of(model))
         self._ddp = model
-        self._broadcasts_buffers = False
+        self._reduces = self._was_synced = False
 
     @property
     def replica_index(self) -> int:
@@ -93,20 +93,23 @@ class DDPWrapper(Wrapper):
     def aside(self, saved: Mapping[str, Tensor], keep_gradients: bool) -> Iterator[None]:
         """As `Wrapper.aside`; DDP only hands its calls on, and its reducer has no part in them."""
         self._ddp.__dict__["forward"] = partial(forward_inside, self._ddp, self._buffers_to_broadcast)
+        self._was_synced = False  # the buffers of the first forward were kept after its broadcast
         try:
             with super().aside(saved, keep_gradients):
                 yield
         finally:
             del self._ddp.__dict__["forward"]
-            self._broadcasts_buffers = False
 
     def _buffers_to_broadcast(self) -> list[Tensor]:
-        return [buffer for _, buffer in self.named_buffers()] if self._broadcasts_buffers else []
+        is_due, self._was_synced = self._was_synced and getattr(self._ddp, _BUFFERS), self._reduces
+        if not is_due:
+            return []
+        return [buffer for name, buffer in self.named_buffers() if name not in self._ddp.parameters_to_ignore]
 
     @contextlib.contextmanager
     def syncing(self, reduces: bool) -> Iterator[None]:
-        """As `Wrapper.syncing`: where it reduces, the forward begins with rank 0's buffers."""
-        self._broadcasts_buffers = reduces and bool(self._ddp.broadcast_buffers)
+        """As `Wrapper.syncing`: the forward after one that reduces begins with rank 0's buffers."""
+        self._reduces = reduces
         yield
 
     def describe(self) -> dict[str, Any]:

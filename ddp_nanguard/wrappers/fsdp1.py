@@ -164,7 +164,7 @@ class FSDP1Wrapper(ShardedWrapper):
         """As `Wrapper.aside`, on the live parameters, whose gradients are put aside."""
         parameters = [parameter for _, parameter in self.named_parameters()]
         with (
-            attributes_kept(self.model, is_sharded=True),
+            attributes_kept(self.model, self._by_module),
             gradients_aside(parameters, keep_gradients),
             buffers_put_back(self.named_buffers, saved),
         ):

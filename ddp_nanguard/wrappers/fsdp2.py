@@ -103,7 +103,7 @@ class FSDP2Wrapper(ShardedWrapper):
         flags = [(group, group.reduce_grads, group.all_reduce_grads) for group in self.groups()]
         parameters = [parameter for _, parameter in self.named_parameters()]
         with (
-            attributes_kept(self.model, is_sharded=True),
+            attributes_kept(self.model, self._by_module),
             gradients_aside(parameters, keep_gradients),
             buffers_put_back(self.named_buffers, saved),
         ):

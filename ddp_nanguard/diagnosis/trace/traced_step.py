@@ -194,6 +194,10 @@ class Watcher:
         """How many operators have run so far: a sign of life."""
         return self._trace.num_operators
 
+    def name(self, tensor: Tensor, name: str) -> None:
+        """Name a tensor from before the step, for what is said of its values."""
+        self._trace.memory.name(tensor, name)
+
     def begin(self, batch: Any) -> None:
         """A micro-batch begins, with this batch."""
         self._look_at_gradients()
