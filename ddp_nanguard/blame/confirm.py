@@ -103,7 +103,7 @@ class _Tensors:
         where all that are not have one sign they always had it. A rank that holds a shard of the later one sees too
         little of it to tell.
         """
-        is_one_sided = math.isfinite(exact[0]) or math.isfinite(exact[1])
+        is_one_sided = not math.isnan(exact[0]) and exact != (-math.inf, math.inf)
         if not is_one_sided or (self._context.wrapper.is_sharded and self._was_reduced):
             return None
         return exact

@@ -96,8 +96,9 @@ def _vital(context: GuardContext, record: StepRecord, then: RankFindings) -> lis
 
 def _has_moved(then: list[Site], now: list[Site]) -> bool:
     """Whether another vital sign of this rank was the first to go bad."""
-    now = [site for site in now if site.phase is not Phase.REDUCE]
-    return bool(then) and bool(now) and not then[0].same_place(now[0])
+    # not the outputs that a scaler needs: a module inside may have given them out first
+    first, second = ([s for s in sites if s.phase in (Phase.LOSS, Phase.BACKWARD)] for sites in (then, now))
+    return bool(first) and bool(second) and not first[0].same_place(second[0])
 
 
 def _own_text(context: GuardContext, mine: Agreement, is_finite: bool) -> str:

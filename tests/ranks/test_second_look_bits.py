@@ -76,8 +76,8 @@ def _check(look: Look, pairs: list[tuple[Ended, Ended]]) -> None:
         if look.options.get("on_fault", "stop") == "stop":
             _check_answer(look, looked)
         else:
-            again = [line for line in looked.lines if "again in place" in line]
-            assert f"step {BAD_STEP} again in place: same" in again[0], (look.name, looked.lines)
+            again = [line for line in looked.lines if " · second look: " in line]
+            assert f"step {BAD_STEP} · " in again[0] and " · second look: same" in again[0], (look.name, looked.lines)
         if not is_sharded(look.kind) or look.options.get("on_fault") == "warn":
             assert looked.gradients == not_looked.gradients, look.name
     assert len({looked.text for looked, _ in pairs}) == 1
