@@ -91,6 +91,15 @@ class ModelHooks:
             self._model.register_forward_hook(leaving(self._events())),
         ]
 
+    def leave_last(self) -> None:
+        """Have the hook after the model run behind all others, which are to see its own output and not what replaces it.
+
+        To be called before the model runs: hooks come and go.
+        """
+        present: Any = self._model._forward_hooks  # an OrderedDict
+        if next(reversed(present)) != self._handles[1].id:
+            present.move_to_end(self._handles[1].id)
+
     def remove(self) -> None:
         """Take the hooks off; may be called again."""
         for handle in self._handles:

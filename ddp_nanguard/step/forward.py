@@ -68,6 +68,7 @@ class ModelForward:
         context.wrapper.refuse_join()
         is_first, self._entry = self._entry is ModelEntry.NOT_YET, ModelEntry.SEEN
         root_hook_missed = context.install_hooks() and context.wrapper.root is context.wrapper.model
+        self._hooks.leave_last()
         context.forward.begin_root()
         context.backward.reset()
         self._at_model(args, kwargs)
