@@ -114,13 +114,15 @@ class PreviousStep:
         # a key that this update has created must go too, hence the clear
         for optimizer, state in self._state:
             optimizer.state.clear()
-            optimizer.state.update({parameter: dict(values) for parameter, values in state.items()})
+            # copies again: the update may be made, and undone, once more
+            optimizer.state.update({parameter: _copied(values) for parameter, values in state.items()})
         for group, plain in self._plain:
             group.update(plain)
 
 
 def _cloned_state(optimizer: torch.optim.Optimizer) -> dict[Any, dict[str, Any]]:
-    return {
-        parameter: {k: v.detach().clone() if isinstance(v, Tensor) else copy.copy(v) for k, v in values.items()}
-        for parameter, values in optimizer.state.items()
-    }
+    return {parameter: _copied(values) for parameter, values in optimizer.state.items()}
+
+
+def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v.detach().clone() if isinstance(v, Tensor) else copy.copy(v) for k, v in values.items()}

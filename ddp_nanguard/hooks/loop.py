@@ -92,7 +92,7 @@ class ModelHooks:
         ]
 
     def leave_last(self) -> None:
-        """Have the hook after the model run behind all others, which are to see its own output and not what replaces it.
+        """Have the hook after the model run behind all others, which are to see its own output, not what replaces it.
 
         To be called before the model runs: hooks come and go.
         """

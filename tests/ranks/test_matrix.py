@@ -190,8 +190,9 @@ REDUCES = {
 @pytest.mark.parametrize("cell", [Cell(wrapper, "reduce", 1, 3) for wrapper in REDUCES], ids=str)
 def test_a_reduce_fault_replays_on_all_ranks(cell: Cell, launch: Launch) -> None:
     ran = launch(cell)
-    holders = [rank for rank, record in enumerate(ran.records) if record.bad_gradients]
-    assert ran.report["holders"] == holders
+    dump = open_dump(ran.report["dump_path"])  # a sharded model's gradients are given up for the second look
+    seen = {rank: {str(site.phase) for site in dump.evidence(rank).sites} for rank in dump.ranks}
+    assert ran.report["holders"] == [rank for rank in dump.ranks if "reduce" in seen[rank]] != []
     replayed = replay_on_all_ranks(ran.report["dump_path"], 2, "--trace")
     assert [one.code for one in replayed] == [SAME, SAME], replayed
     assert replayed[0].outcome["outcome"] == "same" and replayed[1].output == ""
