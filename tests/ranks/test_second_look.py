@@ -17,11 +17,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ddp_nanguard import NanGuard, NonFiniteError
+from ddp_nanguard.capture.model_calls import screen_of
 from ddp_nanguard.dump.read import open_dump
 from tests.ranks import run_ranks
 from tests.training import digest, digests
@@ -223,6 +227,25 @@ def own_hooks(is_culprit: bool) -> Any:
         job.guard(job.values(number), divisor).square().mean().backward()
 
     return {**job.run(step), "calls": len(calls)}
+
+
+def counted_hooks(wrap: str) -> Any:
+    """Hooks that are called when a parameter has its gradient."""
+    job = Job(Net(), wrap)
+    calls = []
+    for parameter in job.model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda parameter: calls.append(1))
+    return {**job.run(_usual), "calls": len(calls)}
+
+
+def sums_of_parts() -> Any:
+    """The screen of a distributed tensor is that of this rank's part: the sum of the whole would take all ranks."""
+    mesh = init_device_mesh("cpu", (2,))
+    tensor = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    with CommDebugMode() as counted:
+        screen = screen_of(tensor)
+    assert screen is not None
+    return {"sum": float(screen), "collectives": counted.get_total_counts(), "text": "", "look": None}
 
 
 def updated_within(wrap: str) -> Any:
@@ -602,6 +625,10 @@ JOBS: dict[str, Callable[[], Any]] = {
     "attributes, fsdp2": partial(attributes, "fsdp2"),
     "hooks": partial(own_hooks, False),
     "hooks, at fault": partial(own_hooks, True),
+    "counted hooks, ddp": partial(counted_hooks, "ddp"),
+    "counted hooks, fsdp1": partial(counted_hooks, "fsdp1"),
+    "counted hooks, fsdp2": partial(counted_hooks, "fsdp2"),
+    "sums of parts": sums_of_parts,
     "updated within, plain": partial(updated_within, "plain"),
     "updated within, fsdp2": partial(updated_within, "fsdp2"),
     "two calls, ddp": partial(two_calls, "ddp_unused"),
@@ -736,6 +763,14 @@ def test_attributes_and_late_buffers_are_those_of_training(found: dict[str, Pair
 def test_hooks_of_the_job_on_parameters_do_not_run_again(found: dict[str, Pair]) -> None:
     for name in ("hooks", "hooks, at fault"):
         assert [job["calls"] for job in found[name]] == [3 * 4, 3 * 4]
+
+    for wrap in ("ddp", "fsdp1", "fsdp2"):
+        for job in found[f"counted hooks, {wrap}"]:
+            assert job["calls"] == (0 if wrap == "fsdp1" else 3 * 4), wrap
+
+
+def test_a_distributed_output_is_screened_without_communication(found: dict[str, Pair]) -> None:
+    assert [(job["sum"], job["collectives"]) for job in found["sums of parts"]] == [(8.0, 0), (8.0, 0)]
 
 
 def test_a_hook_of_the_job_that_spoils_a_gradient_is_not_taken_for_hardware(found: dict[str, Pair]) -> None:
