@@ -28,7 +28,7 @@ from ddp_nanguard import NanGuard, NonFiniteError
 from ddp_nanguard.capture.model_calls import screen_of
 from ddp_nanguard.dump.read import open_dump
 from tests.ranks import run_ranks
-from tests.training import digest, digests
+from tests.training import digest, digests, listening
 
 BAD_STEP = 1
 NUM_STEPS = 3
@@ -144,7 +144,7 @@ class Scratch(nn.Module):
     def forward(self, values: Tensor) -> Tensor:
         self.counted["calls"] += 1
         scratch = torch.empty(4)
-        if self.counted["calls"] < BAD_STEP + 3:  # as memory that another tensor has left behind
+        if self.counted["calls"] != BAD_STEP + 3:  # in the third run of the step nobody writes it
             is_bad = self.counted["calls"] == BAD_STEP + 1 and dist.get_rank() == 1
             scratch.numpy()[:] = numpy.nan if is_bad else 0.0
         return self.lin(values) + scratch  # type: ignore[no-any-return]
@@ -614,6 +614,17 @@ def redacted() -> Any:
     return {**found, "kept": look.to_dict() if look is not None else None}
 
 
+def many_skips() -> Any:
+    """A fault in every step, which is skipped."""
+    job = Job(Net(), on_fault="skip")
+    with listening() as lines:
+        for number in range(5):
+            job.guard(job.values(number), job.divisor(BAD_STEP)).square().mean().backward()
+            job.optimizer.step()
+    job.guard.close()
+    return {"text": "", "look": None, "lines": [line for line in lines if "again in place" in line]}
+
+
 JOBS: dict[str, Callable[[], Any]] = {
     "hardware": hardware,
     "hardware, sharded": partial(hardware, "fsdp2"),
@@ -665,6 +676,7 @@ JOBS: dict[str, Callable[[], Any]] = {
     "checkpoint, reentrant": partial(checkpointed, True),
     "dropped outputs": dropped_outputs,
     "redacted": redacted,
+    "many skips": many_skips,
 }
 Pair = tuple[dict[str, Any], dict[str, Any]]
 
@@ -885,3 +897,8 @@ def test_nothing_keeps_an_output_that_the_loop_has_dropped(found: dict[str, Pair
 def test_a_redacted_dump_gets_the_second_look_too(found: dict[str, Pair]) -> None:
     for job in found["redacted"]:
         assert job["kept"] == _looks(found["redacted"])
+
+
+def test_of_faults_of_one_kind_that_are_skipped_only_the_first_three_are_looked_at(found: dict[str, Pair]) -> None:
+    for job in found["many skips"]:
+        assert [line.partition(":")[0] for line in job["lines"]] == [f"step {step} again in place" for step in range(3)]
