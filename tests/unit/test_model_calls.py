@@ -166,6 +166,15 @@ def test_a_changed_argument_has_a_path(
     assert call.changed_argument() == ('[0]["a"][1]' if is_seen else None)
 
 
+def test_a_large_argument_is_told_by_its_version_alone(calls: ModelCalls) -> None:
+    values = torch.ones(model_calls.MAX_FINGERPRINT_NUMEL + 1)
+    call, _ = _called(calls, lambda values: None, values)
+    values.data.add_(1)
+    assert call.changed_argument() is None, "its sum would cost a pass over it in every step"
+    values.add_(1)
+    assert call.changed_argument() == "[0]"
+
+
 def test_an_argument_that_is_nan_has_not_changed(calls: ModelCalls) -> None:
     call, _ = _called(calls, lambda values: None, torch.full((3,), numpy.nan))
     assert call.changed_argument() is None
