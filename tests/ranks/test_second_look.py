@@ -268,6 +268,16 @@ def updated_within(wrap: str) -> Any:
     return job.run(step)
 
 
+def augmented() -> Any:
+    """The loop draws random numbers between the loader and the model, which draws some too."""
+
+    def step(job: Job, number: int) -> None:
+        for values in job.guard.steps([job.values(number)]):
+            job.guard(values + torch.rand(3, 4), job.divisor(number)).square().mean().backward()
+
+    return Job(Net()).run(step)
+
+
 def two_calls(wrap: str) -> Any:
     """Two calls of the model before one loss of both."""
 
@@ -642,6 +652,7 @@ JOBS: dict[str, Callable[[], Any]] = {
     "sums of parts": sums_of_parts,
     "updated within, plain": partial(updated_within, "plain"),
     "updated within, fsdp2": partial(updated_within, "fsdp2"),
+    "augmented": augmented,
     "two calls, ddp": partial(two_calls, "ddp_unused"),
     "two calls, fsdp1": partial(two_calls, "fsdp1"),
     "two calls, fsdp2": partial(two_calls, "fsdp2"),
@@ -720,7 +731,7 @@ def _named(pair: Pair, code: str, rank: int = 1) -> dict[str, Any]:
 
 DIVISION = "return self.lin(values) / divisor"
 DIVISIONS = [
-    "attributes, plain", "attributes, ddp", "attributes, fsdp1", "attributes, fsdp2", "hooks", "two calls, ddp",
+    "augmented", "attributes, plain", "attributes, ddp", "attributes, fsdp1", "attributes, fsdp2", "hooks", "two calls, ddp",
     "two calls, fsdp1", "two calls, fsdp2", "logits and loss", "logits and loss, both used", "upstream", "popped",
     "leaf", "higher order", "open, ddp", "no loss", "run and call", "closure", "checkpoint", "checkpoint, reentrant",
     "redacted",
