@@ -28,6 +28,8 @@ MAX_FINGERPRINT_NUMEL = 16384
 
 ALIAS = "ddp_nanguard.alias"
 """Key in the metadata of the autograd node that made an alias."""
+MAX_FINGERPRINTS = 8
+"""Arguments of a call that are summed."""
 MAX_WEIGHTS = 32
 """Parameters whose versions are read once per window: an optimizer that steps within the backward writes them all."""
 
@@ -72,7 +74,8 @@ class ModelCall:
 
     def changed_argument(self) -> str | None:
         """Path of an argument that was changed after the call; None where none was. Host sync: one per small one."""
-        return next((argument.path for argument in self._arguments if argument.has_changed()), None)
+        paths = (path_text(argument.path[1:]) for argument in self._arguments if argument.has_changed())
+        return next(paths, None)
 
     @property
     def awaits_backward(self) -> bool:
@@ -145,6 +148,7 @@ class ModelCalls:
         kwargs: dict[str, Any],
         micro_batch: int,
         is_step: bool,
+        torch_state: Tensor | None = None,
     ) -> ModelCall:
         """Record a call that is about to be made. Host sync: none.
 
@@ -154,6 +158,7 @@ class ModelCalls:
             kwargs: its keyword arguments.
             micro_batch: index in the window.
             is_step: whether it is the loop's step function.
+            torch_state: torch's random state now, where it is known.
         """
         if not self.events:
             self._weight_versions = [_version(weight) for weight in self._weights]
@@ -163,14 +168,15 @@ class ModelCalls:
             kept_args,
             kept_kwargs,
             micro_batch,
-            torch.get_rng_state(),
+            torch.get_rng_state() if torch_state is None else torch_state,
             _device_state(self._device),
             tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in self._types),
             is_step,
             caller=_users_position(),
         )
         named = {"args": kept_args, "kwargs": kept_kwargs}
-        call._arguments = [_Argument(path_text(path[1:]), tensor) for path, tensor in named_tensors_in(named)]
+        found = enumerate(named_tensors_in(named))
+        call._arguments = [_Argument(path, tensor, index < MAX_FINGERPRINTS) for index, (path, tensor) in found]
         self.events.append(call)
         self._open.append(call)
         return call
@@ -263,11 +269,11 @@ class _Argument:
 
     __slots__ = ("path", "sum", "tensor", "version")
 
-    def __init__(self, path: str, tensor: Tensor) -> None:
+    def __init__(self, path: tuple[Any, ...], tensor: Tensor, is_summed: bool) -> None:
         self.path = path
         self.tensor = tensor
         self.version = _version(tensor)
-        self.sum = _fingerprint(tensor)
+        self.sum = _fingerprint(tensor) if is_summed else None
 
     def has_changed(self) -> bool:
         if _version(self.tensor) != self.version:
@@ -275,18 +281,16 @@ class _Argument:
         return not same_screen(self.sum, _fingerprint(self.tensor))
 
 
-@torch.no_grad()
 def screen_of(tensor: Tensor) -> Tensor | None:
     """The sum of a tensor, or of this rank's part of it, non-finite where an element is; None where torch has none.
 
     One kernel, no host read, no collective.
     """
-    tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
-    plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and not tensor.is_quantized
+    tensor = getattr(tensor, "_local_tensor", tensor).detach()  # of a DTensor
+    plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
     if not plain or tensor.is_meta or (tensor.is_floating_point() and tensor.element_size() == 1):
         return None  # torch sums no 8-bit floats
-    with torch.inference_mode(False):
-        return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().sum()
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).sum()
 
 
 def _users_position() -> tuple[CodeType, int, int] | None:

@@ -276,5 +276,5 @@ def _not_done(report: FaultReport, why: str) -> FaultReport:
 
 
 def _line(error: BaseException) -> str:
-    text = (str(error).splitlines() or [""])[0][:MAX_TEXT]
+    text = (str(error).splitlines() or [""])[0].partition(". This is typically")[0][:MAX_TEXT]  # gloo's advice
     return f"{type(error).__name__}: {text}".rstrip(": ")

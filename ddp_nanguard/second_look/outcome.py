@@ -155,7 +155,7 @@ def hinted(found: Concluded, second: FaultReport, record: StepRecord) -> Conclud
         second: what was seen.
         record: of the step.
     """
-    if found.outcome != "same" or not is_outside(second.origin) or runs_step(record):
+    if found.outcome != "same" or not found.is_placed or not is_outside(second.origin) or runs_step(record):
         return found
     return replace(found, text=f"{found.text}; the loss was not run again: guard.run(step, batch) would name its line")
 

@@ -118,8 +118,8 @@ class SignsOfLife:
             # said before anybody ends: then the connections break, which would be no reason at all
             self._tell_failure(self._silence())
             return str(self._store.get(f"{self._key}/failed").decode(errors="replace"))
-        except RuntimeError:  # the store is gone
-            return f"no rank has shown a sign of life for {self._timeout_s:g} s"
+        except RuntimeError:
+            return "the job's store does not answer any more, so peers are gone"
 
     def _silence(self) -> str:
         silence = f"no rank has shown a sign of life for {self._timeout_s:g} s"

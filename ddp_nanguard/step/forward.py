@@ -71,6 +71,7 @@ class ModelForward:
         self._hooks.leave_last()
         context.forward.begin_root()
         context.backward.reset()
+        num_open = len(context.window.micro_batches)
         self._at_model(args, kwargs)
         if context.root_is_traced:
             context.window.snapshot_buffers(context.named_buffers())
@@ -79,9 +80,11 @@ class ModelForward:
         context.probe_buffers_before_broadcast()
         if root_hook_missed:  # hooks put on a module from one of its own hooks begin with its next call
             context.forward.before_root(args, kwargs)
-        calls = context.window.calls
+        calls, micro_batches = context.window.calls, context.window.micro_batches
         if context.config.look_again and not calls.is_in_step:
-            calls.begin(context.wrapper.model, args, kwargs, len(context.window.micro_batches) - 1, is_step=False)
+            is_new = len(micro_batches) > num_open  # begun by this call, with the random states of this moment
+            state = micro_batches[-1].random_state.torch if is_new else None
+            calls.begin(context.wrapper.model, args, kwargs, len(micro_batches) - 1, is_step=False, torch_state=state)
 
     def _before_root(self) -> None:
         """Inside the wrapper, after its broadcast: keep the buffers before the model changes them."""

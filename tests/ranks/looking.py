@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -59,7 +60,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Block, division, block, linear."""
+    """Block, division, block, linear; its input is scaled by numbers of python and numpy."""
 
     def __init__(self, norm: bool = True) -> None:
         super().__init__()
@@ -67,6 +68,7 @@ class Net(nn.Module):
         self.head = nn.Linear(WIDTH, 3)
 
     def forward(self, values: Tensor, divisor: Tensor) -> Tensor:
+        values = values * (1 + 0.1 * random.random() + 0.1 * numpy.random.random())
         return self.head(self.second(self.divided(self.first(values), divisor)))  # type: ignore[no-any-return]
 
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import socket
+import tempfile
 import weakref
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -12,12 +17,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ddp_nanguard import NanGuard, NonFiniteError
-from tests.training import digests
+from ddp_nanguard.capture.model_calls import screen_of
+from ddp_nanguard.dump.read import open_dump
+from tests.ranks import run_ranks
+from tests.training import digest, digests, listening
 
 BAD_STEP = 1
 NUM_STEPS = 3
@@ -56,11 +67,10 @@ class Job:
         self.model = _wrap(net, wrap)
         self.optimizer = options.pop("optimizer", torch.optim.SGD)(self.model.parameters(), lr=0.05)
         self.guard = NanGuard(self.model, self.optimizer, **{"dump_dir": None, "timeout_s": 5, **options})
-        self.states: list[Any] = []
 
     def run(self, step: Callable[[Job, int], object]) -> dict[str, Any]:
         """Steps until the fault, and after it; ``step(job, number)`` does all of a step but the update."""
-        found: dict[str, Any] = {"text": "", "look": None, "origin": None, "job": vars(self)}
+        found: dict[str, Any] = {"text": "", "look": None, "origin": None}
         for number in range(NUM_STEPS):
             try:
                 if step(self, number) != "updated":
@@ -70,7 +80,7 @@ class Job:
                 found |= {"text": str(error), "look": report["second_look"], "origin": report["origin"]}
             self.optimizer.zero_grad()
         self.guard.close()
-        return {**found, "job": {}, "state": digests(self.model, self.optimizer)}
+        return {**found, "state": digests(self.model, self.optimizer)}
 
     def bad(self, number: int, rank: int = 1) -> bool:
         return number == BAD_STEP and self.rank == rank
@@ -134,7 +144,7 @@ class Scratch(nn.Module):
     def forward(self, values: Tensor) -> Tensor:
         self.counted["calls"] += 1
         scratch = torch.empty(4)
-        if self.counted["calls"] < BAD_STEP + 3:  # as memory that another tensor has left behind
+        if self.counted["calls"] != BAD_STEP + 3:  # in the third run of the step nobody writes it
             is_bad = self.counted["calls"] == BAD_STEP + 1 and dist.get_rank() == 1
             scratch.numpy()[:] = numpy.nan if is_bad else 0.0
         return self.lin(values) + scratch  # type: ignore[no-any-return]
@@ -142,8 +152,9 @@ class Scratch(nn.Module):
 
 def dirty_memory() -> Any:
     found = Job(Scratch()).run(lambda job, number: job.guard(job.values(number)).square().mean().backward())
-    flags = (torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory)
-    return {**found, "flags": flags}
+    fills: Any = torch.utils.deterministic
+    is_on, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    return {**found, "flags": (is_on, warns, fills.fill_uninitialized_memory)}
 
 
 # -- 2. rules ----------------------------------------------------------------------------------------------------------
@@ -160,7 +171,7 @@ class HeldOutside(Net):
         return F.linear(self.part(values, divisor), self.__dict__["held"][0])
 
 
-def parameter_held_outside() -> Any:
+def held_outside() -> Any:
     return Job(HeldOutside(), "ddp_unused").run(_usual)
 
 
@@ -218,7 +229,26 @@ def own_hooks(is_culprit: bool) -> Any:
     return {**job.run(step), "calls": len(calls)}
 
 
-def updated_in_backward(wrap: str) -> Any:
+def counted_hooks(wrap: str) -> Any:
+    """Hooks that are called when a parameter has its gradient."""
+    job = Job(Net(), wrap)
+    calls = []
+    for parameter in job.model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda parameter: calls.append(1))
+    return {**job.run(_usual), "calls": len(calls)}
+
+
+def sums_of_parts() -> Any:
+    """The screen of a distributed tensor is that of this rank's part: the sum of the whole would take all ranks."""
+    mesh = init_device_mesh("cpu", (2,))
+    tensor = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    with CommDebugMode() as counted:
+        screen = screen_of(tensor)
+    assert screen is not None
+    return {"sum": float(screen), "collectives": counted.get_total_counts(), "text": "", "look": None}
+
+
+def updated_within(wrap: str) -> Any:
     """Each parameter is updated as soon as it has its gradient."""
     job = Job(Net(), wrap)
 
@@ -236,6 +266,16 @@ def updated_in_backward(wrap: str) -> Any:
         _usual(job, number)
 
     return job.run(step)
+
+
+def augmented() -> Any:
+    """The loop draws random numbers between the loader and the model, which draws some too."""
+
+    def step(job: Job, number: int) -> None:
+        for values in job.guard.steps([job.values(number)]):
+            job.guard(values + torch.rand(3, 4), job.divisor(number)).square().mean().backward()
+
+    return Job(Net()).run(step)
 
 
 def two_calls(wrap: str) -> Any:
@@ -291,7 +331,7 @@ def logits_and_loss(both: bool) -> Any:
     return Job(WithLoss()).run(step)
 
 
-def upstream() -> Any:
+def upstream(look_again: bool) -> Any:
     """The argument comes from another module, whose gradients are the job's."""
     encoder = nn.Linear(4, 4)
     gradients = []
@@ -302,11 +342,11 @@ def upstream() -> Any:
             job.optimizer.step()
         finally:
             assert encoder.weight.grad is not None
-            gradients.append(encoder.weight.grad.clone())
+            gradients.append(digest(encoder.weight.grad))
             encoder.zero_grad()
         return "updated"
 
-    found = Job(Net()).run(step)
+    found = Job(Net(), look_again=look_again).run(step)
     return {**found, "gradients": gradients}
 
 
@@ -331,7 +371,7 @@ class LeafInPlace(Net):
         return super().forward(values, divisor)
 
 
-def argument_that_requires_grad() -> Any:
+def leaf_argument(look_again: bool) -> Any:
     """An argument that is a leaf and gets a gradient of its own."""
     gradients = []
 
@@ -341,10 +381,11 @@ def argument_that_requires_grad() -> Any:
         try:
             job.optimizer.step()
         finally:
-            gradients.append(values.grad)
+            assert values.grad is not None
+            gradients.append(digest(values.grad))
         return "updated"
 
-    return {**Job(LeafInPlace()).run(step), "gradients": gradients}
+    return {**Job(LeafInPlace(), look_again=look_again).run(step), "gradients": gradients}
 
 
 def changed_argument(how: str) -> Any:
@@ -436,23 +477,18 @@ def window_open(wrap: str) -> Any:
     return Job(Net(), wrap).run(step)
 
 
-def forward_only(wrap: str, look_again: bool) -> Any:
-    """A forward in grad mode whose output is dropped: the last thing that the step does with the model."""
-
-    def step(job: Job, number: int) -> None:
-        _usual(job, number)
-        job.guard(job.values(9), torch.ones(3, 1))
-
-    return Job(Net(), wrap, look_again=look_again).run(step)
-
-
 # -- 3. other loops ----------------------------------------------------------------------------------------------------
 
 
 def no_loss() -> Any:
     job = Job(Net())
     texts = []
-    for step in (lambda model, batch: None, lambda model, batch: {"a": 1.0}, lambda model, batch: {}):
+    for index, value in enumerate((None, {"a": 1.0}, {})):
+
+        def step(model: Any, batch: Any, value: Any = value) -> Any:
+            return value
+
+        step.__name__ = f"no_loss_{index}"
         with pytest.raises(ValueError, match=r"guard\.run\(") as caught:
             job.guard.run(step, None)
         texts.append(str(caught.value))
@@ -474,7 +510,7 @@ def run_and_call() -> Any:
     return Job(Net()).run(step)
 
 
-def loss_outside() -> Any:
+def loss_in_the_step() -> Any:
     """The loss divides; it lies in the step function."""
 
     def loss_of(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -500,7 +536,7 @@ def closure() -> Any:
     return Job(Net()).run(step)
 
 
-def loss_not_seen() -> Any:
+def loss_outside() -> Any:
     """The loss divides, and is code of the loop: nothing of it is run again."""
 
     def step(job: Job, number: int) -> None:
@@ -532,7 +568,7 @@ class Once(Net):
         return RaisesInSecondBackward.apply(super().forward(values, divisor))  # type: ignore[no-any-return]
 
 
-def raising_backward() -> Any:
+def backward_once() -> Any:
     RaisesInSecondBackward.calls = 0
     job = Job(Once())
 
@@ -558,11 +594,9 @@ def checkpointed(reentrant: bool) -> Any:
     return Job(Checkpointed()).run(_usual)
 
 
-def leak() -> Any:
-    """What the loop drops is gone at once: nothing of ours keeps an output, or the graph behind it."""
-    import gc
-
+def dropped_outputs() -> Any:
     job = Job(Net(), "plain")
+    gc.collect()
     gc.disable()
     gone = []
     for number in range(3):
@@ -574,63 +608,308 @@ def leak() -> Any:
         del output
         gone.append(alive() is None)
     gc.enable()
-    return gone
+    job.guard.close()
+    return {"gone": gone, "text": "", "look": None}
+
+
+def redacted() -> Any:
+    with tempfile.TemporaryDirectory() as directory:
+        directories = [directory]
+        dist.broadcast_object_list(directories)
+        found = Job(Net(), redact=True, dump_dir=directories[0]).run(_usual)
+        dist.barrier()
+        (dump,) = Path(directories[0]).glob("step-*")
+        look = open_dump(dump).report.second_look
+        dist.barrier()
+    return {**found, "kept": look.to_dict() if look is not None else None}
+
+
+def many_skips() -> Any:
+    """A fault in every step, which is skipped."""
+    job = Job(Net(), on_fault="skip")
+    with listening() as lines:
+        for number in range(5):
+            job.guard(job.values(number), job.divisor(BAD_STEP)).square().mean().backward()
+            job.optimizer.step()
+    job.guard.close()
+    return {"text": "", "look": None, "lines": [line for line in lines if " · second look: " in line]}
 
 
 JOBS: dict[str, Callable[[], Any]] = {
     "hardware": hardware,
-    "dirty memory": dirty_memory,
-    "held outside": parameter_held_outside,
-    **{f"attributes {wrap}": lambda wrap=wrap: attributes(wrap) for wrap in ("plain", "ddp", "fsdp2")},  # type: ignore[misc]
-    "own hooks": lambda: own_hooks(False),
-    "own hook that is the fault": lambda: own_hooks(True),
-    "hardware fsdp2": lambda: hardware("fsdp2"),
-    "loss outside, not seen": loss_not_seen,
-    **{
-        f"updated in backward {wrap}": lambda wrap=wrap: updated_in_backward(wrap)  # type: ignore[misc]
-        for wrap in ("plain", "ddp", "fsdp2")
-    },
-    **{f"two calls {wrap}": lambda wrap=wrap: two_calls(wrap) for wrap in ("plain", "fsdp1", "fsdp2")},  # type: ignore[misc]
-    "buffers": lambda: buffers(1, ()),
-    "buffers, one silent": lambda: buffers(2, (0,)),
-    "buffers, both sync": lambda: buffers(2, ()),
-    "logits and loss": lambda: logits_and_loss(False),
-    "logits and loss, both": lambda: logits_and_loss(True),
-    "upstream": upstream,
+    "hardware, sharded": partial(hardware, "fsdp2"),
+    "memory": dirty_memory,
+    "held outside": held_outside,
+    "attributes, plain": partial(attributes, "plain"),
+    "attributes, ddp": partial(attributes, "ddp"),
+    "attributes, fsdp1": partial(attributes, "fsdp1"),
+    "attributes, fsdp2": partial(attributes, "fsdp2"),
+    "hooks": partial(own_hooks, False),
+    "hooks, at fault": partial(own_hooks, True),
+    "counted hooks, ddp": partial(counted_hooks, "ddp"),
+    "counted hooks, fsdp1": partial(counted_hooks, "fsdp1"),
+    "counted hooks, fsdp2": partial(counted_hooks, "fsdp2"),
+    "sums of parts": sums_of_parts,
+    "updated within, plain": partial(updated_within, "plain"),
+    "updated within, fsdp2": partial(updated_within, "fsdp2"),
+    "augmented": augmented,
+    "two calls, ddp": partial(two_calls, "ddp_unused"),
+    "two calls, fsdp1": partial(two_calls, "fsdp1"),
+    "two calls, fsdp2": partial(two_calls, "fsdp2"),
+    "buffers": partial(buffers, 1, ()),
+    "buffers, first silent": partial(buffers, 2, (0,)),
+    "buffers, both communicate": partial(buffers, 2, ()),
+    "logits and loss": partial(logits_and_loss, False),
+    "logits and loss, both used": partial(logits_and_loss, True),
+    "upstream": partial(upstream, True),
+    "upstream, not looked": partial(upstream, False),
     "popped": popped,
-    "argument that requires grad": argument_that_requires_grad,
-    **{f"changed {how}": lambda how=how: changed_argument(how) for how in ("tensor", "data", "numpy")},  # type: ignore[misc]
+    "leaf": partial(leaf_argument, True),
+    "leaf, not looked": partial(leaf_argument, False),
+    "changed, tensor": partial(changed_argument, "tensor"),
+    "changed, data": partial(changed_argument, "data"),
+    "changed, numpy": partial(changed_argument, "numpy"),
     "compiled": compiled,
     "compiled badly": compiled_badly,
     "higher order": higher_order,
     "no trace": no_trace,
-    **{f"window open {wrap}": lambda wrap=wrap: window_open(wrap) for wrap in ("ddp", "fsdp1", "fsdp2")},  # type: ignore[misc]
-    **{
-        f"forward only {wrap} {again}": lambda wrap=wrap, again=again: forward_only(wrap, again)  # type: ignore[misc]
-        for wrap in ("ddp", "fsdp1", "fsdp2")
-        for again in (True, False)
-    },
+    "open, ddp": partial(window_open, "ddp"),
+    "open, fsdp1": partial(window_open, "fsdp1"),
+    "open, fsdp2": partial(window_open, "fsdp2"),
     "no loss": no_loss,
     "run and call": run_and_call,
+    "loss in the step": loss_in_the_step,
     "loss outside": loss_outside,
     "closure": closure,
-    "raising backward": raising_backward,
+    "backward once": backward_once,
     "off": off,
-    "checkpointed": lambda: checkpointed(False),
-    "checkpointed, reentrant": lambda: checkpointed(True),
-    "leak": leak,
+    "checkpoint": partial(checkpointed, False),
+    "checkpoint, reentrant": partial(checkpointed, True),
+    "dropped outputs": dropped_outputs,
+    "redacted": redacted,
+    "many skips": many_skips,
 }
+Pair = tuple[dict[str, Any], dict[str, Any]]
 
 
-def run_jobs(rank: int, world_size: int, names: list[str]) -> dict[str, Any]:
+def _run_jobs(rank: int, world_size: int, names: list[str]) -> dict[str, Any]:
     found = {}
     for name in names:
         torch.manual_seed(0)
         try:
             found[name] = JOBS[name]()
-        except Exception:
-            import traceback
-
-            found[name] = traceback.format_exc()
+        except Exception as error:
+            error.add_note(name)
+            raise
         dist.barrier()
     return found
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Pair]:
+    """All jobs, one after the other in the same two processes."""
+    first, second = run_ranks(_run_jobs, names=list(JOBS), timeout_s=55)
+    return {name: (first[name], second[name]) for name in JOBS}
+
+
+def _looks(pair: Pair) -> dict[str, Any]:
+    """The second look, which is the same on both ranks."""
+    first, second = pair
+    assert first["text"] == second["text"]
+    assert first["look"] == second["look"]
+    look: dict[str, Any] = first["look"]
+    return look
+
+
+def _named(pair: Pair, code: str, rank: int = 1) -> dict[str, Any]:
+    look = _looks(pair)
+    assert look["operator"] is not None, pair[0]["text"]
+    assert (look["operator"]["rank"], look["operator"]["code"]) == (rank, code)
+    assert f": {code}" in pair[0]["text"]
+    return look
+
+
+DIVISION = "return self.lin(values) / divisor"
+DIVISIONS = [
+    "augmented", "attributes, plain", "attributes, ddp", "attributes, fsdp1", "attributes, fsdp2", "hooks",
+    "two calls, ddp", "two calls, fsdp1", "two calls, fsdp2", "logits and loss", "logits and loss, both used", "upstream", "popped",
+    "leaf", "higher order", "open, ddp", "no loss", "run and call", "closure", "checkpoint", "checkpoint, reentrant",
+    "redacted",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DIVISIONS)
+def test_the_same_bits_come_again_and_the_division_is_named(found: dict[str, Pair], name: str) -> None:
+    """Whatever the loop and the model do with calls, arguments, buffers, outputs and hooks.
+
+    Two calls before one loss are run in one backward; an alias of ``(logits, loss)`` gets what the loop gave and no
+    more; arguments come without the graph behind them, in containers of their own; branches of `torch.cond` are
+    traced.
+    """
+    look = _named(found[name], DIVISION)
+    assert look["outcome"] == "same", look["text"]
+    assert look["operator"]["name"] == "aten.div.Tensor"
+    assert found[name][0]["origin"]["layer"] == "part"
+    assert found[name][0]["origin"]["phase"] == "forward"
+
+
+def test_a_fault_that_does_not_come_again_names_rank_host_and_device(found: dict[str, Pair]) -> None:
+    for name in ("hardware", "hardware, sharded"):
+        look = _looks(found[name])
+        assert look["outcome"] == "finite"
+        assert look["text"].startswith("rank 1 finite on the second run")
+        assert f"suspect that device ({socket.gethostname()}, cpu)" in look["text"]
+        assert look["operator"] is None, "nothing was seen to make it"
+        assert look["text"] in found[name][0]["text"]
+
+
+def test_memory_that_nobody_wrote_is_named_with_the_line_that_reads_it(found: dict[str, Pair]) -> None:
+    """By one more run, in which fresh memory is filled with NaN; the setting for that is put back."""
+    look = _named(found["memory"], "return self.lin(values) + scratch")
+    assert look["outcome"] == "finite"
+    assert look["text"].endswith("something reads memory that nobody wrote")
+    assert all(job["flags"] == (False, False, True) for job in found["memory"])
+
+
+def test_a_parameter_used_outside_of_its_module_is_met(found: dict[str, Pair]) -> None:
+    look = _looks(found["held outside"])
+    assert look["outcome"] == "not_done"
+    assert "parameter head.weight is used outside of the module that owns it" in look["text"]
+
+
+@pytest.mark.parametrize("wrap", ["plain", "ddp", "fsdp1", "fsdp2"])
+def test_attributes_and_late_buffers_are_those_of_training(found: dict[str, Pair], wrap: str) -> None:
+    for job in found[f"attributes, {wrap}"]:
+        assert job["seen"] == [(1, True, False), (2, True, False), (3, True, True)]
+
+
+def test_hooks_of_the_job_on_parameters_do_not_run_again(found: dict[str, Pair]) -> None:
+    for name in ("hooks", "hooks, at fault"):
+        assert [job["calls"] for job in found[name]] == [3 * 4, 3 * 4]
+
+    for wrap in ("ddp", "fsdp1", "fsdp2"):
+        for job in found[f"counted hooks, {wrap}"]:
+            assert job["calls"] == (0 if wrap == "fsdp1" else 3 * 4), wrap
+
+
+def test_a_distributed_output_is_screened_without_communication(found: dict[str, Pair]) -> None:
+    assert [(job["sum"], job["collectives"]) for job in found["sums of parts"]] == [(8.0, 0), (8.0, 0)]
+
+
+def test_a_hook_of_the_job_that_spoils_a_gradient_is_not_taken_for_hardware(found: dict[str, Pair]) -> None:
+    look = _looks(found["hooks, at fault"])
+    assert look["outcome"] == "same"
+    assert "a hook of the job on the parameter changed them" in look["text"]
+    assert look["operator"] is None
+
+
+@pytest.mark.parametrize("wrap", ["plain", "fsdp2"])
+def test_an_update_within_the_backward_is_met(found: dict[str, Pair], wrap: str) -> None:
+    look = _looks(found[f"updated within, {wrap}"])
+    assert (look["outcome"], look["text"]) == (
+        "not_done",
+        "not done: rank 0: the weights were updated already, within the step",
+    )
+
+
+@pytest.mark.parametrize("name", ["buffers", "buffers, first silent", "buffers, both communicate"])
+def test_ddp_writes_rank_0s_buffers_over_those_of_others_where_it_did_in_training(
+    found: dict[str, Pair], name: str
+) -> None:
+    """Else the output of rank 1 has other bits: it depends on a buffer."""
+    look = _named(found[name], DIVISION, rank=0)
+    assert look["outcome"] == "same", look["text"]
+
+
+def test_gradients_outside_of_the_model_are_left_alone(found: dict[str, Pair]) -> None:
+    """Those of a module before the model, and of an argument that is a leaf."""
+    for name in ("upstream", "leaf"):
+        for looked, not_looked in zip(found[name], found[f"{name}, not looked"], strict=True):
+            assert looked["gradients"] == not_looked["gradients"] and len(looked["gradients"]) == 3
+            assert looked["state"] == not_looked["state"]
+
+
+@pytest.mark.parametrize("how", ["tensor", "data", "numpy"])
+def test_an_argument_that_the_loop_has_changed_is_met(found: dict[str, Pair], how: str) -> None:
+    """Also where it is changed by way of NumPy or ``.data``, which its version does not tell."""
+    look = _looks(found[f"changed, {how}"])
+    assert look["outcome"] == "not_done"
+    assert "argument [0] was changed after the call" in look["text"]
+
+
+def test_a_compiled_step_is_confirmed_compiled_and_placed_by_an_eager_run(found: dict[str, Pair]) -> None:
+    look = _named(found["compiled"], DIVISION)
+    assert look["outcome"] == "same"
+    assert look["text"].endswith("compiled; the place is that of an eager run, which is not the compiled step")
+
+
+def test_a_kernel_that_is_bad_only_compiled_is_blamed_for_it(found: dict[str, Pair]) -> None:
+    look = _looks(found["compiled badly"])
+    assert look["outcome"] == "same" and look["operator"] is None
+    assert look["text"].endswith("finite when it runs eagerly: suspect the kernel that torch.compile made")
+
+
+def test_what_cannot_be_traced_is_still_watched_layer_by_layer(found: dict[str, Pair]) -> None:
+    look = _looks(found["no trace"])
+    assert look["outcome"] == "same" and look["operator"] is None
+    assert found["no trace"][0]["origin"]["layer"] == "part"
+    assert "the operator was not looked for: rank 1: NotImplementedError" in found["no trace"][0]["text"]
+
+
+@pytest.mark.parametrize("wrap", ["fsdp1", "fsdp2"])
+def test_a_sharded_step_that_has_not_ended_is_not_run_again(found: dict[str, Pair], wrap: str) -> None:
+    look = _looks(found[f"open, {wrap}"])
+    assert look["outcome"] == "not_done"
+    assert "a forward still waits for its backward: the window is open" in look["text"]
+
+
+def test_a_step_function_must_return_its_losses(found: dict[str, Pair]) -> None:
+    rest = "return the loss that is backpropagated, a tensor, or a dict of named losses"
+    for job in found["no loss"]:
+        assert job["texts"] == [
+            f"guard.run(no_loss_{index}, batch): the step function returned a {what}; {rest}"
+            for index, what in enumerate(["NoneType", "dict of float", "dict of nothing"])
+        ]
+
+
+def test_both_ways_to_call_the_model_in_one_window(found: dict[str, Pair]) -> None:
+    assert found["run and call"][0]["origin"]["micro_batch"] == 1
+
+
+def test_a_loss_is_named_with_its_line_where_it_is_part_of_the_step(found: dict[str, Pair]) -> None:
+    look = _named(found["loss in the step"], "return (logits.square().sum(1) / batch[1][:, 0]).mean()")
+    assert look["outcome"] == "same"
+    assert found["loss in the step"][0]["origin"]["phase"] == "loss"
+
+
+def test_a_loss_that_is_not_run_again_is_not_put_down_to_an_operator_of_the_model(found: dict[str, Pair]) -> None:
+    look = _looks(found["loss outside"])
+    assert look["operator"] is None
+    assert look["text"].endswith("the loss was not run again: guard.run(step, batch) would name its line")
+    assert found["loss outside"][0]["origin"]["phase"] == "loss"
+
+
+def test_a_backward_that_runs_only_once_costs_the_second_look_and_no_more(found: dict[str, Pair]) -> None:
+    look = _looks(found["backward once"])
+    assert look["text"] == "not done: rank 0: RuntimeError: this backward runs once"
+    assert found["backward once"][0]["origin"]["phase"] == "backward"
+
+
+def test_without_the_option_there_is_no_second_look(found: dict[str, Pair]) -> None:
+    assert _looks(found["off"]) is None
+    assert "again:" not in found["off"][0]["text"]
+
+
+def test_nothing_keeps_an_output_that_the_loop_has_dropped(found: dict[str, Pair]) -> None:
+    """Without the collector, with a backward and without one."""
+    assert [job["gone"] for job in found["dropped outputs"]] == [[True] * 3] * 2
+
+
+def test_a_redacted_dump_gets_the_second_look_too(found: dict[str, Pair]) -> None:
+    for job in found["redacted"]:
+        assert job["kept"] == _looks(found["redacted"])
+
+
+def test_of_faults_of_one_kind_that_are_skipped_only_the_first_three_are_looked_at(found: dict[str, Pair]) -> None:
+    for job in found["many skips"]:
+        assert [line.split(" · ")[1] for line in job["lines"]] == [f"step {step}" for step in range(3)]

@@ -10,14 +10,11 @@ from tests.ranks.looking import BAD_STEP, SOURCE, Ended, Look, is_sharded, run_p
 STOPS = [
     Look("plain", follows=True, accumulation=2),
     Look("ddp_view", accumulation=2),
-    Look("ddp_power_sgd"),
     Look("ddp_static", checkpointing="REENTRANT"),
     Look("ddp", fused=True, options={"verdict": "deferred"}),
     Look("fsdp1", scales=True),
-    Look("fsdp1_flat", accumulation=2),
-    Look("fsdp1_grad_op", checkpointing="NO_REENTRANT"),
+    Look("fsdp1_flat", accumulation=2, checkpointing="NO_REENTRANT"),
     Look("fsdp2_keep", runs=True, accumulation=3),
-    Look("fsdp2_bf16", norms=False),
     Look("fsdp2", checkpointing="REENTRANT", halves=True),
 ]
 MORE_STOPS = [
@@ -26,6 +23,7 @@ MORE_STOPS = [
     Look("ddp", accumulation=3),
     Look("ddp_unused"),
     Look("ddp_static"),
+    Look("ddp_power_sgd"),
     Look("ddp_fp16_hook"),
     Look("ddp", runs=True),
     Look("ddp", scales=True),
@@ -40,6 +38,7 @@ MORE_STOPS = [
     Look("fsdp1", checkpointing="NO_REENTRANT"),
     Look("fsdp1_no_shard"),
     Look("fsdp1_grad_op"),
+    Look("fsdp1_grad_op", checkpointing="NO_REENTRANT"),
     Look("fsdp2"),
     Look("fsdp2", accumulation=3),
     Look("fsdp2", scales=True),
@@ -48,6 +47,7 @@ MORE_STOPS = [
     Look("fsdp2", fused=True, options={"verdict": "deferred"}),
     Look("fsdp2", options={"layers": "blocks"}),
     Look("fsdp2_keep"),
+    Look("fsdp2_bf16", norms=False),
     Look("fsdp2_offload"),
     Look("fsdp2_prefetch"),
 ]
