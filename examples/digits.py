@@ -3,10 +3,10 @@
     torchrun --nproc-per-node 2 examples/digits.py --wrapper ddp
 
 The loss weighs classes by how often they occur in the batch. Sooner or later a batch lacks a digit, its weight is
-0/0, and the loss is NaN by itself. Then every rank stops before the update with the same message, and a dump lies in
-``--out``. Run it again from the dump, the guilty rank alone:
+0/0, and the loss is NaN by itself. Then every rank stops before the update with the same message, which names the
+operator, its line and the reason, and a dump lies in ``--out``. Run that step again, the guilty rank alone:
 
-    ddp-nanguard replay nan_dumps/step-... --trace
+    ddp-nanguard replay nan_dumps/step-... --trace -- python examples/digits.py --wrapper ddp
 
 Needs scikit-learn for the images. Everything that concerns the guard is marked with (guard).
 """
@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from ddp_nanguard import NanGuard, Recipe
+from ddp_nanguard import NanGuard
 
 NUM_CLASSES = 10
 BATCH_SIZE = 56
@@ -90,18 +90,8 @@ def balanced_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def train_step(model: Any, batch: dict[str, Any]) -> Tensor:
-    """One step up to the loss; training and replay share it."""
+    """One step up to the loss: what the guard runs once more where something went bad."""
     return balanced_loss(model(batch["image"]), batch["label"])
-
-
-def build_optimizer(parameters: Any) -> torch.optim.Optimizer:
-    """The optimizer; training and replay share it."""
-    return torch.optim.AdamW(parameters, lr=2e-3)
-
-
-def recipe() -> Recipe:
-    """What a replay needs to build everything again (guard)."""
-    return Recipe(model=DigitsNet(), step=train_step, optimizer=build_optimizer)
 
 
 def wrap(net: nn.Module, wrapper: str, device: torch.device) -> nn.Module:
@@ -121,8 +111,8 @@ def train(wrapper: str, num_steps: int, out: str, device: torch.device) -> None:
     """Trains for ``num_steps`` steps, or until the guard stops it."""
     torch.manual_seed(0)
     model = wrap(DigitsNet().to(device), wrapper, device)
-    optimizer = build_optimizer(model.parameters())
-    guard = NanGuard(model, optimizer, dump_dir=out, replay="digits:recipe")  # (guard)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    guard = NanGuard(model, optimizer, dump_dir=out)  # (guard)
 
     data = Digits()
     sampler = DistributedSampler(data, num_replicas=int(os.environ["WORLD_SIZE"]), rank=int(os.environ["RANK"]))
@@ -132,8 +122,7 @@ def train(wrapper: str, num_steps: int, out: str, device: torch.device) -> None:
         sampler.set_epoch(epoch)
         for batch in guard.steps(loader):  # (guard)
             batch = {name: value.to(device) for name, value in batch.items()}
-            loss = train_step(guard, batch)
-            guard.watch(loss=loss)  # (guard)
+            loss = guard.run(train_step, batch)  # (guard)
             loss.backward()
             optimizer.step()  # the verdict falls here, before the update
             optimizer.zero_grad()

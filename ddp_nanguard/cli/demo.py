@@ -37,7 +37,7 @@ def run_demo(wrapper: str = "ddp", num_ranks: int = 2, out: str | None = None) -
     dump = _train(script, wrapper, num_ranks, directory)
     if dump is None:
         return 1
-    return _replay(script, dump)
+    return _replay(script, wrapper, dump)
 
 
 def find_script() -> Path | None:
@@ -79,11 +79,12 @@ def _train(script: Path, wrapper: str, num_ranks: int, directory: Path) -> Path 
     return max(new)
 
 
-def _replay(script: Path, dump: Path) -> int:
+def _replay(script: Path, wrapper: str, dump: Path) -> int:
     """Replay the rank where the fault began, alone in one process; 0 if it is the same, else 1."""
     _say("\n2. The guilty rank again, alone, in one process, from the dump")
-    print(f"   $ ddp-nanguard replay {dump} --trace\n", flush=True)
-    command = [sys.executable, "-m", "ddp_nanguard", "replay", str(dump), "--trace"]
+    training = [str(script), "--wrapper", wrapper, "--out", str(dump.parent)]
+    print(f"   $ ddp-nanguard replay {dump} --trace -- python {' '.join(training)}\n", flush=True)
+    command = [sys.executable, "-m", "ddp_nanguard", "replay", str(dump), "--trace", "--", sys.executable, *training]
     code = subprocess.run(command, env=_environment(script), check=False).returncode
     verdict = "The same fault, bit for bit" if code == 0 else "The replay differs"
     _say(f"\n   {verdict} (exit code {code}); now try: ddp-nanguard show {dump}")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.command import command, replay_launch
-from tests.e2e.exits import REPOSITORY, clean_exit, environment, faulty_exit, is_clean, is_faulty, torchrun
+from tests.e2e.exits import EXAMPLE, REPOSITORY, clean_exit, environment, faulty_exit, is_clean, is_faulty, torchrun
 from tests.replaying import replay_on_all_ranks
 
 
@@ -54,9 +54,14 @@ def test_the_dump_is_listed_and_shown(demo: tuple[subprocess.CompletedProcess[st
 def test_the_trace_is_that_of_the_readme(demo: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     _, dumps = demo
     (dump,) = dumps.glob("step-*")
-    traced = command("replay", str(dump), "--trace")
+    training = [sys.executable, str(EXAMPLE), f"--out={dumps}"]
+    traced = command("replay", str(dump), "--trace", "--", *training)
     assert traced.code == 0, traced.output
-    (shown,) = re.findall(r"```text\n(    examples.*?)```", (REPOSITORY / "README.md").read_text(), flags=re.DOTALL)
+    (shown,) = re.findall(
+        r"```text\n\$ ddp-nanguard replay [^\n]*\n(    examples.*?)```",
+        (REPOSITORY / "README.md").read_text(),
+        flags=re.DOTALL,
+    )
     squeezed = " ".join(traced.output.replace(f"{REPOSITORY}/", "").split())
     for line in shown.splitlines():
         assert " ".join(line.split()) in squeezed
