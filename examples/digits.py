@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from ddp_nanguard import NanGuard
+from ddp_nanguard import NanGuard, Recipe
 
 NUM_CLASSES = 10
 BATCH_SIZE = 56
@@ -92,6 +92,11 @@ def balanced_loss(logits: Tensor, labels: Tensor) -> Tensor:
 def train_step(model: Any, batch: dict[str, Any]) -> Tensor:
     """One step up to the loss: what the guard runs once more where something went bad."""
     return balanced_loss(model(batch["image"]), batch["label"])
+
+
+def recipe() -> Recipe:
+    """For replays that run the step many times, such as ``--minimize --recipe examples/digits.py:recipe``."""
+    return Recipe(model=DigitsNet(), step=train_step)
 
 
 def wrap(net: nn.Module, wrapper: str, device: torch.device) -> nn.Module:

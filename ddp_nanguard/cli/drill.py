@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_nanguard.config import ENV_INJECT, ENV_PREFIX, GuardConfig
+from ddp_nanguard.config import ENV_INJECT, ENV_PREFIX, ENV_REPLAY, GuardConfig
 from ddp_nanguard.errors import DumpError
 from ddp_nanguard.inject.spec import IN_PARAMETERS, WITHOUT_LAYER
 from ddp_nanguard.report.types import Phase
@@ -245,19 +245,14 @@ def _complete(dump: Path) -> Check:
 
 
 def _replayed(dump: Dump, config: DrillConfig, environment: dict[str, str]) -> Check:
-    if dump.manifest.recipe is None:
-        return Check(
-            "the replay is the same", None, 'not checked: no recipe; give NanGuard(..., replay="module:function")'
-        )
     # A fault of the reduce comes from several ranks, so all of them replay.
     is_together = dump.report.origin is not None and dump.report.origin.phase is Phase.REDUCE
     name = "the replay is the same"
-    command = [sys.executable, "-m", "ddp_nanguard", "replay", str(dump.path), "--json"]
-    if is_together:
-        launch = [sys.executable, "-m", LAUNCHERS[0], "--standalone", f"--nproc-per-node={dump.world_size}"]
-        command = [*launch, "--redirects=0", "-m", "ddp_nanguard", "replay", str(dump.path)]
     # The replay takes the fault from the dump; with the variable it would be injected a second time.
     variables = {key: value for key, value in environment.items() if not key.startswith(ENV_PREFIX)}
+    command = _replay_command(dump, config, is_together)
+    if is_together and dump.manifest.recipe is None:
+        variables[ENV_REPLAY] = str(dump.path)
     # A checkout need not be installed.
     package = str(Path(__file__).parents[2])
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, [variables.get("PYTHONPATH"), package]))
@@ -276,6 +271,17 @@ def _replayed(dump: Dump, config: DrillConfig, environment: dict[str, str]) -> C
         return Check(name, True, f"{who}, bit for bit")
     said = outcome.get("reason") or (errors.strip().splitlines() or ["no output"])[-1]
     return Check(name, False, f"{outcome.get('outcome', 'no outcome')} (code {replay.returncode}): {said}")
+
+
+def _replay_command(dump: Dump, config: DrillConfig, is_together: bool) -> list[str]:
+    """By the recipe that the dump names, else by the job's own script."""
+    path, has_recipe = str(dump.path), dump.manifest.recipe is not None
+    alone = [sys.executable, "-m", "ddp_nanguard", "replay", path, "--json"]
+    if not is_together:
+        return alone if has_recipe else [*alone, "--", *config.command]
+    launch = [sys.executable, "-m", LAUNCHERS[0], "--standalone", f"--nproc-per-node={dump.world_size}"]
+    together = [*launch, "--redirects=0", "-m", "ddp_nanguard", "replay", path]
+    return together if has_recipe else list(config.command)
 
 
 def _dump_in(directory: Path) -> Path | None:

@@ -14,6 +14,8 @@ from tests.e2e.command import command, replay_launch
 from tests.e2e.exits import EXAMPLE, REPOSITORY, clean_exit, environment, faulty_exit, is_clean, is_faulty, torchrun
 from tests.replaying import replay_on_all_ranks
 
+RECIPE = f"{EXAMPLE}:recipe"
+
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
@@ -52,17 +54,10 @@ def test_the_dump_is_listed_and_shown(demo: tuple[subprocess.CompletedProcess[st
 
 
 def test_the_trace_is_that_of_the_readme(demo: tuple[subprocess.CompletedProcess[str], Path]) -> None:
-    _, dumps = demo
-    (dump,) = dumps.glob("step-*")
-    training = [sys.executable, str(EXAMPLE), f"--out={dumps}"]
-    traced = command("replay", str(dump), "--trace", "--", *training)
-    assert traced.code == 0, traced.output
-    (shown,) = re.findall(
-        r"```text\n\$ ddp-nanguard replay [^\n]*\n(    examples.*?)```",
-        (REPOSITORY / "README.md").read_text(),
-        flags=re.DOTALL,
-    )
-    squeezed = " ".join(traced.output.replace(f"{REPOSITORY}/", "").split())
+    ended, _ = demo
+    readme = (REPOSITORY / "README.md").read_text()
+    (shown,) = re.findall(r"```text\n\$ ddp-nanguard replay [^\n]*\n(    examples.*?)```", readme, flags=re.DOTALL)
+    squeezed = " ".join(ended.stdout.replace(f"{REPOSITORY}/", "").split())
     for line in shown.splitlines():
         assert " ".join(line.split()) in squeezed
 
@@ -70,7 +65,8 @@ def test_the_trace_is_that_of_the_readme(demo: tuple[subprocess.CompletedProcess
 def test_one_sample_is_enough(demo: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     _, dumps = demo
     (dump,) = dumps.glob("step-*")
-    minimized = command("replay", str(dump), "--minimize", "--json").outcome["experiments"]["--minimize"]
+    minimizing = command("replay", str(dump), "--minimize", "--json", "--recipe", RECIPE)
+    minimized = minimizing.outcome["experiments"]["--minimize"]
     assert minimized["failed"]
     assert minimized["text"].startswith("1 of 56 samples still fail")
 
@@ -79,7 +75,7 @@ def test_the_dump_replays_on_all_ranks(demo: tuple[subprocess.CompletedProcess[s
     """As torchrun starts it, without the seconds that torchrun and two times torch take to load."""
     _, dumps = demo
     (dump,) = dumps.glob("step-*")
-    first, second = replay_on_all_ranks(str(dump), 2)
+    first, second = replay_on_all_ranks(str(dump), 2, "--recipe", RECIPE)
     assert (first.code, first.outcome["outcome"]) == (0, "same"), first
     assert (second.code, second.output) == (0, ""), second
 
@@ -88,7 +84,7 @@ def test_the_dump_replays_on_all_ranks(demo: tuple[subprocess.CompletedProcess[s
 def test_so_it_does_under_torchrun(demo: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     _, dumps = demo
     (dump,) = dumps.glob("step-*")
-    launch = torchrun("-m", "ddp_nanguard", "replay", str(dump))
+    launch = torchrun("-m", "ddp_nanguard", "replay", str(dump), "--recipe", RECIPE)
     assert launch.code == 0, launch.summary
     outcomes = [line for line in launch.texts[0].splitlines() if line.startswith("{")]
     assert json.loads(outcomes[-1])["outcome"] == "same"
