@@ -101,7 +101,6 @@ class StepAgain:
         with contextlib.ExitStack() as stack:
             stack.enter_context(context.paused())
             stack.enter_context(rng.kept(context.device, context.window.generators))
-            stack.enter_context(_modes_kept(context))
             stack.enter_context(wrapper.aside(saved, self.keep_gradients))
             stack.enter_context(_as_in_training())
             if eager and self.is_compiled:
@@ -289,16 +288,6 @@ def _autocast(call: ModelCall) -> Iterator[None]:
         for kind, enabled, dtype in call.autocast:
             stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
         yield
-
-
-@contextlib.contextmanager
-def _modes_kept(context: GuardContext) -> Iterator[None]:
-    modes = [(module, module.training) for _, module in context.wrapper.named_modules()]
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 _nothing = contextlib.nullcontext

@@ -731,7 +731,8 @@ def _named(pair: Pair, code: str, rank: int = 1) -> dict[str, Any]:
 
 DIVISION = "return self.lin(values) / divisor"
 DIVISIONS = [
-    "augmented", "attributes, plain", "attributes, ddp", "attributes, fsdp1", "attributes, fsdp2", "hooks", "two calls, ddp",
+    "augmented",
+    "attributes, plain", "attributes, ddp", "attributes, fsdp1", "attributes, fsdp2", "hooks", "two calls, ddp",
     "two calls, fsdp1", "two calls, fsdp2", "logits and loss", "logits and loss, both used", "upstream", "popped",
     "leaf", "higher order", "open, ddp", "no loss", "run and call", "closure", "checkpoint", "checkpoint, reentrant",
     "redacted",
