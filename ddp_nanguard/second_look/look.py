@@ -190,6 +190,10 @@ class _Look:
 
     def _told(self, traced: SecondRun, report: FaultReport, outcome: str) -> Place:
         ranks = self.context.ranks
+        trace = traced.traced.trace if traced.traced is not None else None
+        why = ranks.first_problem(trace.failure if trace is not None else None)
+        if why is not None:
+            raise _NotDoneError(why)
         facts = TraceFacts(
             report=report,
             traced=traced.traced,

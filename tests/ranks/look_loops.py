@@ -163,6 +163,35 @@ class Untraceable(torch.autograd.Function):
         return gradient
 
 
+class Opaque(Tensor):
+    """A kind of tensor that nobody can look into."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Opaque:
+        tensor: Opaque = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        tensor.inner = inner
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not torch.ops.aten.mul.Tensor:
+            raise NotImplementedError(f"{function} of an opaque tensor")
+        return Opaque(args[0].inner * args[1])
+
+
+class WithOpaque(Net):
+    def forward(self, values: Tensor, divisor: Tensor) -> Tensor:
+        with torch.no_grad():
+            scaled = Opaque(values.detach()) * 2.0
+        return super().forward(scaled.inner, divisor)  # type: ignore[attr-defined]
+
+
+def opaque(wrap: str) -> Any:
+    return Job(WithOpaque(), wrap).run(usual)
+
+
 class NoTrace(Net):
     def forward(self, values: Tensor, divisor: Tensor) -> Tensor:
         return Untraceable.apply(super().forward(values, divisor))  # type: ignore[no-any-return]
@@ -380,6 +409,8 @@ JOBS: dict[str, Callable[[], Any]] = {
     "compiled badly": compiled_badly,
     "higher order": higher_order,
     "no trace": no_trace,
+    "opaque, ddp": partial(opaque, "ddp"),
+    "opaque, fsdp2": partial(opaque, "fsdp2"),
     "open, ddp": partial(window_open, "ddp"),
     "open, fsdp1": partial(window_open, "fsdp1"),
     "open, fsdp2": partial(window_open, "fsdp2"),
