@@ -195,6 +195,8 @@ class ModelCalls:
 
     def note_gradient(self, call: ModelCall, position: int, gradient: Tensor) -> None:
         """Keep the gradient of an output; called within a backward pass. Host sync: none."""
+        if torch.is_grad_enabled():  # within a backward pass: only with create_graph
+            call.problem = "its output is differentiated with create_graph=True, and that is not recorded"
         task = _current_graph_task()
         if not any(isinstance(event, BackwardPass) and event.graph_task == task for event in self.events):
             self.events.append(BackwardPass(task))

@@ -330,6 +330,23 @@ def checkpointed(reentrant: bool) -> Any:
     return Job(Checkpointed()).run(usual)
 
 
+def _penalty(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    values = batch[0].clone().requires_grad_()
+    output = model(values, batch[1])
+    (gradient,) = torch.autograd.grad(output.sum(), values, create_graph=True)
+    return output.square().mean() + gradient.square().mean()  # type: ignore[no-any-return]
+
+
+def penalty(runs: bool) -> Any:
+    """A gradient within the loss."""
+
+    def step(job: Job, number: int) -> None:
+        batch = job.values(number), job.divisor(number)
+        (job.guard.run(_penalty, batch) if runs else _penalty(job.guard, batch)).backward()
+
+    return Job(Net()).run(step)
+
+
 def dropped_outputs() -> Any:
     job = Job(Net(), "plain")
     gc.collect()
@@ -425,5 +442,7 @@ JOBS: dict[str, Callable[[], Any]] = {
     "checkpoint, reentrant": partial(checkpointed, True),
     "dropped outputs": dropped_outputs,
     "redacted": redacted,
+    "penalty": partial(penalty, False),
+    "penalty in the step": partial(penalty, True),
     "many skips": many_skips,
 }

@@ -54,7 +54,7 @@ def _named(pair: Pair, code: str, rank: int = 1) -> dict[str, Any]:
 
 DIVISION = "return self.lin(values) / divisor"
 DIVISIONS = [
-    "augmented", "opaque, ddp", "opaque, fsdp2",
+    "augmented", "penalty in the step", "opaque, ddp", "opaque, fsdp2",
     "attributes, plain", "attributes, ddp", "attributes, fsdp1", "attributes, fsdp2", "hooks", "two calls, ddp",
     "two calls, fsdp1", "two calls, fsdp2", "logits and loss", "logits and loss, both used", "upstream", "popped",
     "leaf", "higher order", "open, ddp", "no loss", "run and call", "closure", "checkpoint", "checkpoint, reentrant",
@@ -211,6 +211,12 @@ def test_a_loss_that_is_not_run_again_is_not_put_down_to_an_operator_of_the_mode
     assert look["operator"] is None
     assert look["text"].endswith("the loss was not run again: guard.run(step, batch) would name its line")
     assert found["loss outside"][0]["origin"]["phase"] == "loss"
+
+
+def test_a_gradient_within_the_loss_needs_the_whole_step(found: dict[str, Pair]) -> None:
+    look = _looks(found["penalty"])
+    assert look["outcome"] == "not_done"
+    assert "differentiated with create_graph=True, and that is not recorded; guard.run(step, batch)" in look["text"]
 
 
 def test_a_backward_that_runs_only_once_costs_the_second_look_and_no_more(found: dict[str, Pair]) -> None:
