@@ -1,9 +1,10 @@
 """What the model was called with in a window, and what came back to it in backward: enough to run that once more.
 
 [Note: an alias for the caller]
-The gradient of an output is recorded on an alias of it (``view_as``), which is what the caller gets. On the model's own
-tensor the hook would also see what reaches it inside the model: of ``(logits, loss)`` both would be counted twice.
-Nothing here holds an output: a hook that held its own tensor would keep it, and its graph, for ever.
+The gradient of an output is recorded by a node of the graph between it and an alias of it, which is what the caller
+gets. A hook on the model's own tensor would also see what reaches it inside the model: of ``(logits, loss)`` both would
+be counted twice. A hook on a view would be lost where the caller changes it in place. Nothing here holds an output: a
+hook that held its own tensor would keep it, and its graph, for ever.
 """
 
 from __future__ import annotations
@@ -186,8 +187,8 @@ class ModelCalls:
     def _alias(self, call: ModelCall, tensor: Tensor) -> Tensor:
         if tensor.grad_fn is None or not (tensor.is_floating_point() or tensor.is_complex()):
             return tensor
-        alias = tensor.view_as(tensor)
-        alias.register_hook(_OutputGradient(self, call, call.num_outputs))  # type: ignore[no-untyped-call]  # torch's own
+        note = _OutputGradient(self, call, call.num_outputs)
+        alias: Tensor = _Alias.apply(tensor, note)  # type: ignore[no-untyped-call]  # torch's own
         call._aliases.append(weakref.ref(alias))
         call.screens.append(screen_of(tensor))
         call.num_outputs += 1
@@ -218,11 +219,31 @@ class ModelCalls:
         return ModelCalls(self._device, self._weights)
 
 
+class _Alias(torch.autograd.Function):
+    """The same tensor, with a node that is told its gradient."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(tensor: Tensor, note: _OutputGradient) -> Tensor:
+        return tensor.detach()  # no view to autograd, so that the caller may change it in place
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, _OutputGradient], output: Tensor) -> None:
+        ctx.note = inputs[1]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:
+        if gradient is not None:
+            ctx.note(gradient)
+        return gradient, None
+
+
 class _OutputGradient:
-    """Tensor hook of an alias; it holds the record and no tensor."""
+    """What the node of an alias holds: the record, and no tensor."""
 
     __slots__ = ("call", "calls", "position")
-    __torch_unserializable__ = True
 
     def __init__(self, calls: ModelCalls, call: ModelCall, position: int) -> None:
         self.calls, self.call, self.position = weakref.ref(calls), weakref.ref(call), position

@@ -347,6 +347,17 @@ def penalty(runs: bool) -> Any:
     return Job(Net()).run(step)
 
 
+def output_in_place() -> Any:
+    """The loop changes what the model has given, and differentiates that."""
+
+    def step(job: Job, number: int) -> None:
+        output = job.guard(job.values(number), job.divisor(number))
+        output.mul_(2.0)
+        output.square().mean().backward()
+
+    return Job(Net()).run(step)
+
+
 def dropped_outputs() -> Any:
     job = Job(Net(), "plain")
     gc.collect()
@@ -442,6 +453,7 @@ JOBS: dict[str, Callable[[], Any]] = {
     "checkpoint, reentrant": partial(checkpointed, True),
     "dropped outputs": dropped_outputs,
     "redacted": redacted,
+    "output in place": output_in_place,
     "penalty": partial(penalty, False),
     "penalty in the step": partial(penalty, True),
     "many skips": many_skips,

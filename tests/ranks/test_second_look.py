@@ -54,7 +54,7 @@ def _named(pair: Pair, code: str, rank: int = 1) -> dict[str, Any]:
 
 DIVISION = "return self.lin(values) / divisor"
 DIVISIONS = [
-    "augmented", "penalty in the step", "opaque, ddp", "opaque, fsdp2",
+    "augmented", "output in place", "penalty in the step", "opaque, ddp", "opaque, fsdp2",
     "attributes, plain", "attributes, ddp", "attributes, fsdp1", "attributes, fsdp2", "hooks", "two calls, ddp",
     "two calls, fsdp1", "two calls, fsdp2", "logits and loss", "logits and loss, both used", "upstream", "popped",
     "leaf", "higher order", "open, ddp", "no loss", "run and call", "closure", "checkpoint", "checkpoint, reentrant",
