@@ -187,6 +187,9 @@ class ModelCalls:
     def _alias(self, call: ModelCall, tensor: Tensor) -> Tensor:
         if tensor.grad_fn is None or not (tensor.is_floating_point() or tensor.is_complex()):
             return tensor
+        if torch._C._are_functorch_transforms_active():
+            call.problem = "the model was called within a transform of torch.func"
+            return tensor
         note = _OutputGradient(self, call, call.num_outputs)
         alias: Tensor = _Alias.apply(tensor, note)  # type: ignore[no-untyped-call]  # torch's own
         call._aliases.append(weakref.ref(alias))
@@ -222,16 +225,11 @@ class ModelCalls:
 class _Alias(torch.autograd.Function):
     """The same tensor, with a node that is told its gradient."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(tensor: Tensor, note: _OutputGradient) -> Tensor:
-        return tensor.detach()  # no view to autograd, so that the caller may change it in place
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, _OutputGradient], output: Tensor) -> None:
-        ctx.note = inputs[1]
+    def forward(ctx: Any, tensor: Tensor, note: _OutputGradient) -> Tensor:  # a setup_context would cost a signature
+        ctx.note = note
         ctx.set_materialize_grads(False)
+        return tensor.detach()  # no view to autograd, so that the caller may change it in place
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:

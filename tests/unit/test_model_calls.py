@@ -86,6 +86,15 @@ def test_an_output_without_a_gradient_has_none(calls: ModelCalls) -> None:
     assert [list(gradients) for gradients in call.gradients.values()] == [[0]]
 
 
+def test_a_transform_of_torch_func_runs_and_is_a_problem(calls: ModelCalls) -> None:
+    def loss(values: Tensor) -> Tensor:
+        calls.begin(len, (), {}, 0, is_step=False)
+        return calls.end((values * values).sum())  # type: ignore[no-any-return]
+
+    assert torch.func.grad(loss)(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert calls.calls[0].problem == "the model was called within a transform of torch.func"
+
+
 def test_a_call_within_a_call_is_part_of_it(calls: ModelCalls) -> None:
     def model(values: Tensor, depth: int = 0) -> Tensor:
         calls.begin(model, (values,), {}, 0, is_step=False)
