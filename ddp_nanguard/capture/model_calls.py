@@ -1,9 +1,10 @@
 """What the model was called with in a window, and what came back to it in backward: enough to run that once more.
 
 [Note: an alias for the caller]
-The gradient of an output is recorded on an alias of it (``view_as``), which is what the caller gets. On the model's own
-tensor the hook would also see what reaches it inside the model: of ``(logits, loss)`` both would be counted twice.
-Nothing here holds an output: a hook that held its own tensor would keep it, and its graph, for ever.
+The gradient of an output is recorded by a node of the graph between it and an alias of it, which is what the caller
+gets. A hook on the model's own tensor would also see what reaches it inside the model: of ``(logits, loss)`` both would
+be counted twice. A hook on a view would be lost where the caller changes it in place. Nothing here holds an output: a
+hook that held its own tensor would keep it, and its graph, for ever.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ MAX_GRADIENT_BYTES = 64 * 2**20
 MAX_FINGERPRINT_NUMEL = 16384
 """Arguments up to this size are summed, since their version does not tell what NumPy or ``.data`` writes into them."""
 
-ALIAS = "ddp_nanguard.alias"
-"""Key in the metadata of the autograd node that made an alias."""
+ALIAS_NODE = "_AliasBackward"
+"""Name of the autograd node that makes an alias: where the model ends, for who walks the graph."""
 MAX_FINGERPRINTS = 8
 """Arguments of a call that are summed."""
 MAX_WEIGHTS = 32
@@ -211,11 +212,11 @@ class ModelCalls:
     def _alias(self, call: ModelCall, tensor: Tensor) -> Tensor:
         if tensor.grad_fn is None or not (tensor.is_floating_point() or tensor.is_complex()):
             return tensor
-        alias = tensor.view_as(tensor)
-        alias.register_hook(_OutputGradient(self, call, call.num_outputs))  # type: ignore[no-untyped-call]  # torch's own
-        assert alias.grad_fn is not None
-        metadata: Any = alias.grad_fn.metadata
-        metadata[ALIAS] = True  # where the model ends, for who walks the graph
+        if torch._C._are_functorch_transforms_active():
+            call.problem = "the model was called within a transform of torch.func"
+            return tensor
+        note = _OutputGradient(self, call, call.num_outputs)
+        alias: Tensor = _Alias.apply(tensor, note)  # type: ignore[no-untyped-call]  # torch's own
         call._aliases.append(weakref.ref(alias))
         call.screens.append(screen_of(tensor))
         call.num_outputs += 1
@@ -223,6 +224,8 @@ class ModelCalls:
 
     def note_gradient(self, call: ModelCall, position: int, gradient: Tensor) -> None:
         """Keep the gradient of an output; called within a backward pass. Host sync: none."""
+        if torch.is_grad_enabled():  # within a backward pass: only with create_graph
+            call.problem = "its output is differentiated with create_graph=True, and that is not recorded"
         task = _current_graph_task()
         if not any(isinstance(event, BackwardPass) and event.graph_task == task for event in self.events):
             self.events.append(BackwardPass(task))
@@ -249,11 +252,30 @@ class ModelCalls:
         return ModelCalls(self._device, self._weights)
 
 
+class _Alias(torch.autograd.Function):
+    """The same tensor, with a node that is told its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, note: _OutputGradient) -> Tensor:  # a setup_context would cost a signature
+        ctx.note = note
+        ctx.set_materialize_grads(False)
+        return tensor.detach()  # no view to autograd, so that the caller may change it in place
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:
+        if gradient is not None:
+            ctx.note(gradient)
+        return gradient, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, note: None) -> Tensor:
+        return tangent
+
+
 class _OutputGradient:
-    """Tensor hook of an alias; it holds the record and no tensor."""
+    """What the node of an alias holds: the record, and no tensor."""
 
     __slots__ = ("call", "calls", "position")
-    __torch_unserializable__ = True
 
     def __init__(self, calls: ModelCalls, call: ModelCall, position: int) -> None:
         self.calls, self.call, self.position = weakref.ref(calls), weakref.ref(call), position

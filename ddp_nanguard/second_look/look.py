@@ -131,16 +131,20 @@ class _Look:
         seen = shared_report(second.context, second.record, second.findings, "")
         found = hinted(self._concluded(second, compiled), seen, fault.record)
         self.shown, self.findings = _with_look(merged(fault.report, seen, found), found), second.findings
-        place = Place()
-        try:
-            if found.outcome == "finite":
-                found, place = self._with_filled_memory(found)
-            elif found.is_placed:
-                place = self._place(second, self.shown, found)
-        except _NotDoneError as error:
-            self.shown = self.given_up(str(error))
+        found, place = self._placed(second, self.shown, found)
         report = _with_look(self.shown, found, place.operator)
         return Looked(report, second.findings, place.reason, self.must_stop)
+
+    def _placed(self, second: SecondRun, shown: FaultReport, found: Concluded) -> tuple[Concluded, Place]:
+        """What one more run adds: operator, line and reason; or whether memory that nobody wrote is read."""
+        try:
+            if found.outcome == "finite":
+                return self._with_filled_memory(found)
+            if found.is_placed:
+                return found, self._place(second, shown, found)
+        except _NotDoneError as error:
+            self.shown = self.given_up(str(error))
+        return found, Place()
 
     def given_up(self, why: str) -> FaultReport:
         """What is reported where a run did not come to its end: what one before it has shown, if there was one."""
@@ -223,6 +227,10 @@ class _Look:
 
     def _told(self, traced: SecondRun, report: FaultReport, outcome: str) -> Place:
         ranks = self.context.ranks
+        trace = traced.traced.trace if traced.traced is not None else None
+        why = ranks.first_problem(trace.failure if trace is not None else None)
+        if why is not None:
+            raise _NotDoneError(why)
         facts = TraceFacts(
             report=report,
             traced=traced.traced,

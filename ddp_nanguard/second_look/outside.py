@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ddp_nanguard.capture.model_calls import ALIAS, WatchedLoss
+from ddp_nanguard.capture.model_calls import ALIAS_NODE, WatchedLoss
 from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.report.types import FaultReport, Phase, Site
 
@@ -56,7 +56,7 @@ def _named(node: Any) -> Iterator[str]:
     waiting, seen = [node], {node}
     while waiting:
         node = waiting.pop(0)
-        if node.metadata.get(ALIAS):
+        if node.name() == ALIAS_NODE:
             continue
         if not node.name().endswith("AccumulateGrad"):
             yield node.name().removesuffix("0")

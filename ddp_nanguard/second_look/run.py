@@ -99,11 +99,10 @@ class StepAgain:
         """
         context, wrapper = self.context, self.context.wrapper
         saved = self.record.window.buffers()
-        watcher = Watcher() if traced else None
+        watcher = Watcher(is_lenient=True) if traced else None  # its peers would wait for a rank that raises
         with contextlib.ExitStack() as stack:
             stack.enter_context(context.paused())
             stack.enter_context(rng.kept(context.device, context.window.generators))
-            stack.enter_context(_modes_kept(context))
             stack.enter_context(wrapper.aside(saved, self.keep_gradients))
             stack.enter_context(_as_in_training())
             if eager and self.is_compiled:
@@ -287,16 +286,6 @@ def _autocast(call: ModelCall) -> Iterator[None]:
         for kind, enabled, dtype in call.autocast:
             stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
         yield
-
-
-@contextlib.contextmanager
-def _modes_kept(context: GuardContext) -> Iterator[None]:
-    modes = [(module, module.training) for _, module in context.wrapper.named_modules()]
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 _nothing = contextlib.nullcontext

@@ -135,6 +135,7 @@ def attributes_kept(model: nn.Module, managed: Mapping[nn.Module, Container[str]
     modules = list(dict.fromkeys(module for _, module in paths(model)))
     plain = [module for module in modules if not isinstance(module, FullyShardedDataParallel)]
     names = managed or {}
+    modes = [(module, module.training) for module in modules]
     attributes = [(module, _own_attributes(module, names.get(module, ()))) for module in plain]
     tables = [(table, dict(table)) for module in modules for table in _tables(module, managed is not None)]
     try:
@@ -147,6 +148,8 @@ def attributes_kept(model: nn.Module, managed: Mapping[nn.Module, Container[str]
         for table, entries in tables:
             table.clear()
             table.update(entries)
+        for module, training in modes:
+            module.training = training
 
 
 def _own_attributes(module: nn.Module, managed: Container[str]) -> dict[str, Any]:

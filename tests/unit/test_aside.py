@@ -122,10 +122,12 @@ def test_attributes_are_put_back_and_new_ones_are_gone() -> None:
         model.norm.__dict__["new"] = torch.ones(1)
         model.register_buffer("late", torch.ones(1))
         model.lin = nn.Linear(1, 1)
+        model.eval()
         del model.norm
     assert model.__dict__["count"] == 1
     assert not hasattr(model.norm, "new") and not hasattr(model, "late")
     assert model.lin is model.again
+    assert all(module.training for module in model.modules())
 
 
 def test_what_a_wrapper_manages_is_left_to_it() -> None:

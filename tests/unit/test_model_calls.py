@@ -59,6 +59,42 @@ def test_the_caller_gets_the_same_values_in_the_same_containers(calls: ModelCall
     assert output["c"] is values, "a leaf: on an alias of it the gradient would not be the loop's"
 
 
+def test_the_caller_may_change_an_output_in_place(calls: ModelCalls) -> None:
+    """The gradient is that of the model's own output."""
+    call, output = _called(calls, lambda values: values * 1.0, torch.ones(2, requires_grad=True))
+    output.mul_(3.0)
+    output[0] = 0.0
+    output.sum().backward()
+    assert [gradients[0].tolist() for gradients in call.gradients.values()] == [[0.0, 3.0]]
+
+
+def test_an_output_without_a_gradient_has_none(calls: ModelCalls) -> None:
+    """Not zeros: in the second look it would get those."""
+
+    class First(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, first: Tensor, second: Tensor) -> Tensor:
+            return first.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            return gradient, None
+
+    values = torch.ones(1, requires_grad=True)
+    call, (one, other) = _called(calls, lambda: (values * 1.0, values * 2.0))
+    First.apply(one, other).sum().backward()
+    assert [list(gradients) for gradients in call.gradients.values()] == [[0]]
+
+
+def test_a_transform_of_torch_func_runs_and_is_a_problem(calls: ModelCalls) -> None:
+    def loss(values: Tensor) -> Tensor:
+        calls.begin(len, (), {}, 0, is_step=False)
+        return calls.end((values * values).sum())  # type: ignore[no-any-return]
+
+    assert torch.func.grad(loss)(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert calls.calls[0].problem == "the model was called within a transform of torch.func"
+
+
 def test_a_call_within_a_call_is_part_of_it(calls: ModelCalls) -> None:
     def model(values: Tensor, depth: int = 0) -> Tensor:
         calls.begin(model, (values,), {}, 0, is_step=False)

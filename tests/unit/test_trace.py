@@ -259,3 +259,27 @@ def test_a_mask_of_the_batch_is_not_blamed(tmp_path: Path) -> None:
     found = diagnosed(of_loss(lambda h, items: (h + items["m"]).softmax(-1).mean(), m=mask), tmp_path)
     assert found.reason.kind == "masked row"
     assert found.reason.evidence[0] == "rows without any score: 1"
+
+
+# -- what cannot be followed -------------------------------------------------------------------------------------------
+
+
+def _refuse(*args: Any) -> None:
+    raise NotImplementedError("a kind of tensor that nobody can look into")
+
+
+@pytest.mark.parametrize("is_lenient", [True, False])
+def test_a_failure_to_follow_ends_the_step_or_the_following(is_lenient: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the second look peers wait for a rank that traces: there the step goes on without the trace."""
+    monkeypatch.setattr(Trace, "_look", _refuse)
+    with traced() as trace:
+        trace.is_lenient = is_lenient
+        if not is_lenient:
+            with pytest.raises(NotImplementedError):
+                torch.ones(2) / 0
+            return
+        assert (torch.ones(2) / 0).tolist() == [math.inf] * 2
+        num_operators = trace.num_operators
+        torch.ones(2).exp()
+    assert trace.failure == "NotImplementedError: a kind of tensor that nobody can look into"
+    assert trace.num_operators == num_operators, "it goes on following"

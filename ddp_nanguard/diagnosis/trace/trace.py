@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,8 @@ from .operators import FILLS, Operator, Operators, kinds_of, named_arguments, nu
 from .source_lines import CodeLocation, FrameKind, first_spot, is_wrappers_own, stack_of
 from .storage_names import StorageTracker
 
+_T = TypeVar("_T")
+
 MAX_KEPT = 64
 """Events whose arguments are copied, so that the rules can inspect them and call the operator again."""
 
@@ -66,6 +68,14 @@ class Node:
         self.operator = operator
 
 
+class _Followed(NamedTuple):
+    """An operator that is about to run: where it was called, and its arguments before the call."""
+
+    operator: Operator
+    spot: CodeLocation | None
+    given: list[tuple[str, Any, Any]]
+
+
 class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """Dispatch mode for one step.
 
@@ -85,6 +95,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         bad_communication: the first collective that took or returned a non-finite value, or None.
         micro_batch: index of the running micro-batch in the window; set by the caller.
         batch_size: length of dim 0 of its tensors, or None; set by the caller.
+        is_lenient: whether a failure to follow an operator ends the following instead of the step; set by the caller.
+        failure: what that was; None where there was none.
     """
 
     supports_higher_order_operators = True
@@ -101,6 +113,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         self.bad_communication: str | None = None
         self.micro_batch: int | None = None
         self.batch_size: int | None = None
+        self.is_lenient = False
+        self.failure: str | None = None
         self._by_order: dict[int, Event] = {}
         self._modules = modules
         self._operators = Operators()
@@ -117,32 +131,64 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        operator = self._operators[function]
         frame = sys._getframe(1)
+        followed = self._tried(lambda: self._before(function, args, kwargs, frame))
+        output = function(*args, **kwargs)
+        if followed is not None:
+            if followed.operator.communicates:
+                _wait_for(output)
+            self._tried(lambda: self._after(function, followed, args, kwargs, output, frame))
+        return output
+
+    def _tried(self, follow: Callable[[], _T]) -> _T | None:
+        """What ``follow`` gives; None once following has failed, where that must not be the end of the step."""
+        if self.failure is not None:
+            return None
+        try:
+            return follow()
+        except Exception as error:
+            if not self.is_lenient:
+                raise
+            self.failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            return None
+
+    def _before(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> _Followed | None:
+        """What is noted before an operator runs; None where it is not followed."""
+        operator = self._operators[function]
         spot = first_spot(frame)
         if operator is None or spot is FrameKind.PROBE:
-            return function(*args, **kwargs)
+            return None
         assert not isinstance(spot, FrameKind)
         self.num_operators += 1
         self._note_node(spot, operator)
         if operator.is_view:
-            return function(*args, **kwargs)
+            return None
         # Taken before the call: an in-place operator overwrites the values that its output has to be compared with.
-        given = _given(operator, args, kwargs)
-        output = function(*args, **kwargs)
+        return _Followed(operator, spot, _given(operator, args, kwargs))
+
+    def _after(
+        self,
+        function: Any,
+        followed: _Followed,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+        frame: FrameType,
+    ) -> None:
+        """What is noted when an operator has run."""
+        operator, spot, given = followed.operator, followed.spot, followed.given
         if operator.communicates:
-            _wait_for(output)
             self._note_communication(operator, [given, output])
         if operator.makes_empty:
             for tensor in tensors_of(output):
                 self.memory.left_empty(tensor, _empty_name(operator, spot))
-            return output
-        if operator.reads_number:
+        elif operator.reads_number:
             self._note_number(output, args[0])
-            return output
-        self.origins.note(operator, args, kwargs, output, spot)
-        self._look(function, operator, given, kwargs, output, frame)
-        return output
+        else:
+            self.origins.note(operator, args, kwargs, output, spot)
+            self._look(function, operator, given, kwargs, output, frame)
 
     def _note_communication(self, operator: Operator, values: list[Any]) -> None:
         if self.bad_communication is None and any(quick_kind(tensor) is not None for tensor in tensors_of(values)):

@@ -122,10 +122,12 @@ class Watcher:
 
     Args:
         on_event: handed to `Trace.on_event`.
+        is_lenient: handed to `Trace.is_lenient`.
     """
 
-    def __init__(self, on_event: Callable[[Event, FrameType], None] | None = None) -> None:
+    def __init__(self, on_event: Callable[[Event, FrameType], None] | None = None, *, is_lenient: bool = False) -> None:
         self._on_event = on_event
+        self._is_lenient = is_lenient
         self._seen: list[_Seen] = []
         self._sources: list[str] = []
         self._updated: list[tuple[str, Event]] = []
@@ -168,7 +170,7 @@ class Watcher:
             self._sources.append("the model is compiled in training; the trace ran it eagerly")
         self._modules = ModuleStack(job.wrapper.named_modules())
         self._trace = Trace(self._modules)
-        self._trace.on_event = self._on_event
+        self._trace.on_event, self._trace.is_lenient = self._on_event, self._is_lenient
         self._name_state()
         with self._modules, eager(), self._trace:
             yield
