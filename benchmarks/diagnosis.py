@@ -36,7 +36,7 @@ from benchmarks.diagnosis_text import document, table  # noqa: E402
 from benchmarks.judging import MODULES, Mark, corpus, expected_of, group_of, judge  # noqa: E402
 from benchmarks.peers import TOOLS, Statement, Stop, Tool  # noqa: E402
 from tests import rank_processes  # noqa: E402
-from tests.cases.harness import Case, diagnosed_dump, wrapped  # noqa: E402
+from tests.cases.harness import Case, wrapped  # noqa: E402
 from tests.rank_processes import Outcome, run_ranks_raw  # noqa: E402
 
 WAIT_S = 1.0
@@ -107,8 +107,7 @@ class Run:
         case, tool = self.case, self.tool
         case.before(self.model, self.optimizer, self.rank, index)
         with tool.around():
-            losses = case.step(called, items)
-            tool.after_forward(losses)
+            losses = tool.step(case, called, items)
             total = case.total(losses)
             (total if self.scaler is None else self.scaler.scale(total)).backward()
         tool.after_backward(self.model, total)
@@ -137,24 +136,6 @@ def local(model: nn.Module) -> list[torch.Tensor]:
     return [getattr(p, "_local_tensor", p).detach().contiguous() for p in model.parameters()]
 
 
-def explain(rank: int, world_size: int, module: str, name: str, dump: str) -> dict[str, Any]:
-    """Body of a process alone: the replay of the culprit, its trace and the reason, as the command line gives it."""
-    from ddp_nanguard.diagnosis.trace_text import diagnosis_text
-    from ddp_nanguard.replay.outcome_text import outcome_text
-
-    found = diagnosed_dump(importlib.import_module(module).CASES[name], dump)
-    first_nonfinite_op = found.traced.first_nonfinite_op if found.traced is not None else None
-    line = first_nonfinite_op.line if first_nonfinite_op is not None else None
-    replay = outcome_text(found.outcome) + "\n" if found.outcome is not None else ""
-    return {
-        "operator": first_nonfinite_op.operator if first_nonfinite_op is not None else "",
-        "line": [line.file, line.number] if line is not None else None,
-        "kind": found.reason.kind,
-        "outcome": str(found.outcome.outcome) if found.outcome is not None else found.obstacle,
-        "text": replay + diagnosis_text(found),
-    }
-
-
 # -- in the parent -----------------------------------------------------------------------------------------------------
 
 
@@ -174,10 +155,13 @@ def one(name: str, module: str, case: Case, tool: str) -> Mark:
         where = {"module": module, "name": name, "tool": tool, "step": expected.step, "directory": directory}
         stops = [_stop_of(outcome) for outcome in run_ranks_raw(train, timeout_s=DEADLINE_S, **where)]
         alarms = {rank: stop for rank, stop in enumerate(stops) if stop.kind == "alarm"}
-        explained = _explained(module, name, alarms)
-        mark.replay = {key: explained[key] for key in ("outcome", "kind", "operator")} if explained else {}
-    said: dict[int, Statement] = {rank: TOOLS[tool]().said(stop, explained) for rank, stop in alarms.items()}
+    said: dict[int, Statement] = {rank: TOOLS[tool]().said(stop) for rank, stop in alarms.items()}
+    mark.second_look = next((look["outcome"] for stop in alarms.values() if (look := _look(stop)) is not None), "")
     return judge(mark, expected, stops, said)
+
+
+def _look(stop: Stop) -> dict[str, Any] | None:
+    return None if stop.report is None else stop.report["second_look"]
 
 
 def _stop_of(outcome: Outcome) -> Stop:
@@ -189,21 +173,9 @@ def _stop_of(outcome: Outcome) -> Stop:
     return stop
 
 
-def _explained(module: str, name: str, alarms: dict[int, Stop]) -> dict[str, Any] | None:
-    dumps = [stop.report["dump_path"] for stop in alarms.values() if stop.report is not None]
-    if not dumps:
-        return None
-    (outcome,) = run_ranks_raw(
-        explain, world_size=1, timeout_s=DEADLINE_S, process_group=False, module=module, name=name, dump=dumps[0]
-    )
-    failed = {"kind": "", "operator": "", "outcome": "failed", "text": outcome.error or ""}
-    return outcome.value if outcome.returned else failed
-
-
 def preload() -> None:
     """What every process would otherwise import by itself."""
-    rank_processes.PRELOAD += [*MODULES, "benchmarks.diagnosis", "ddp_nanguard.diagnosis.diagnose"]
-    rank_processes.PRELOAD += ["ddp_nanguard.replay.session", "ddp_nanguard.diagnosis.trace_text"]
+    rank_processes.PRELOAD += [*MODULES, "benchmarks.diagnosis"]
     rank_processes.PRELOAD += ["transformers.debug_utils", "sherlorch", "stabilityguard"]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["PYTHONHASHSEED"] = "0"  # stabilityguard points at whatever a set gives last

@@ -215,8 +215,7 @@ def shown(text: str) -> str:
 def doubts(marks: list[Mark]) -> str:
     found = {mark.case: _doubts(mark) for mark in of_tool(marks, "ddp_nanguard")}
     lines = [f"- {case}: {'; '.join(what)}." for case, what in found.items() if what]
-    text = "Late stops, wrong answers, false alarms, replays that one rank cannot run alone or that went elsewhere, "
-    text += "and reasons that are unknown."
+    text = "Late stops, wrong answers, false alarms, and second looks that were not done or did not meet the same."
     return f"{text}\n\n" + "\n".join(lines or ["- none"])
 
 
@@ -224,10 +223,8 @@ def _doubts(mark: Mark) -> list[str]:
     found = [mark.outcome] if mark.outcome not in ("stopped", "quiet") else []
     wrong = [question for question, is_right in mark.answers.items() if not is_right]
     found += [f"no or a wrong answer to: {question}" for question in wrong if question not in ("noticed", "all ranks")]
-    if mark.outcome != "false alarm" and mark.replay.get("outcome", "same") != "same":
-        found.append(f"the replay of one rank: {mark.replay['outcome'].replace('_', ' ')}")
-    if mark.replay.get("kind") == "unknown":
-        found.append("the reason is unknown")
+    if mark.outcome != "false alarm" and mark.second_look not in ("", "same"):
+        found.append(f"the second look: {mark.second_look.replace('_', ' ')}")
     return [*found, REMARKS[mark.case]] if found and mark.case in REMARKS else found
 
 

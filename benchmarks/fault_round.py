@@ -45,7 +45,9 @@ def fault_round(rank: int, world_size: int) -> dict[str, Any]:
     """Body of a rank: a clean step and a faulty one, counted."""
     model = DistributedDataParallel(Branches())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    guard = NanGuard(model, optimizer, dump_dir=None, look_again=False, layers="every")  # as many sites as the round can tell
+    guard = NanGuard(
+        model, optimizer, dump_dir=None, look_again=False, layers="every"
+    )  # as many sites as the round can tell
     counts = []
     report = None
     for divisor in (1.0, 1.0, 1.0, 0.0):

@@ -144,7 +144,7 @@ class Mark:
         hang: whether a rank was left waiting.
         broke: whether a rank ended with an error that is no alarm.
         said: by the culprit, or by the first rank that stopped.
-        replay: of ddp_nanguard alone: outcome, kind of the reason and operator.
+        second_look: its outcome in ddp_nanguard; "" where there was none.
     """
 
     case: str
@@ -155,7 +155,7 @@ class Mark:
     hang: bool = False
     broke: bool = False
     said: str = ""
-    replay: dict[str, str] = field(default_factory=dict)
+    second_look: str = ""
 
     def letters(self) -> str:
         """A letter for a right answer, a dot for a wrong one, nothing where nothing was asked."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import importlib.util
+import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -20,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ddp_nanguard import NanGuard, NonFiniteError
+from ddp_nanguard.diagnosis.rules import REASON_KINDS
 from tests.cases.harness import Case
-from tests.diagnosing import RECIPE
 
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
@@ -101,6 +102,12 @@ class Tool:
         """Of forward and backward of one micro-batch."""
         return contextlib.nullcontext()
 
+    def step(self, case: Case, called: Any, items: Any) -> Any:
+        """The losses of one micro-batch."""
+        losses = case.step(called, items)
+        self.after_forward(losses)
+        return losses
+
     def after_forward(self, losses: Any) -> None: ...
 
     def after_backward(self, model: nn.Module, loss: Tensor) -> None: ...
@@ -112,7 +119,7 @@ class Tool:
     def is_alarm(self, error: BaseException) -> bool:
         return isinstance(error, AlarmError)
 
-    def said(self, stop: Stop, explained: dict[str, Any] | None) -> Statement:
+    def said(self, stop: Stop) -> Statement:
         raise NotImplementedError
 
     def version(self) -> str | None:
@@ -131,11 +138,12 @@ class Guard(Tool):
     name = "ddp_nanguard"
     short = "ddp_nanguard"
     about = (
-        "`NanGuard(model, optimizer)` with the options of the case, then `ddp-nanguard replay DUMP --trace` of one rank"
+        "`NanGuard(model, optimizer)` with the options of the case; the error by itself, without a recipe and "
+        "without a replay; `guard.run` where the loss lies outside of the model"
     )
 
     def start(self, case: Case, model: nn.Module, optimizer: Any, scaler: Any, directory: str) -> tuple[Any, Any]:
-        options = {"dump_dir": directory, "timeout_s": 10.0, "replay": RECIPE, **case.options}
+        options = {"dump_dir": directory, "timeout_s": 10.0, **case.options}
         self.guard = NanGuard(model, optimizer, scaler=scaler, **options)
         self.guard.register(**case.register(model))
         return self.guard, optimizer
@@ -143,8 +151,12 @@ class Guard(Tool):
     def batches(self, items: list[Any]) -> Iterable[Any]:
         return self.guard.steps(items)
 
-    def after_forward(self, losses: Any) -> None:
+    def step(self, case: Case, called: Any, items: Any) -> Any:
+        if case.runs_step:
+            return self.guard.run(case.step, items)
+        losses = case.step(called, items)
         self.guard.watch(loss=losses)
+        return losses
 
     def finish(self) -> None:
         self.guard.check()
@@ -152,17 +164,18 @@ class Guard(Tool):
     def is_alarm(self, error: BaseException) -> bool:
         return isinstance(error, NonFiniteError)
 
-    def said(self, stop: Stop, explained: dict[str, Any] | None) -> Statement:
+    def said(self, stop: Stop) -> Statement:
         assert stop.report is not None
-        origin, found = stop.report["origin"] or {}, explained or {}
-        layer = origin.get("layer")
+        origin, look = stop.report["origin"] or {}, stop.report["second_look"] or {}
+        layer, found = origin.get("layer"), look.get("operator") or {}
+        place = re.match(r"(.*):(\d+) in ", found.get("line") or "")
         return Statement(
             rank=origin.get("rank"),
             layers=(layer,) if layer is not None else (),
-            operators=(found["operator"],) if found.get("operator") else (),
-            lines=(tuple(found["line"]),) if found.get("line") else (),
-            reason=found.get("kind", ""),
-            text=f"{stop.error}\n\n{found.get('text', '')}".rstrip(),
+            operators=(found["name"],) if found else (),
+            lines=((os.path.abspath(place[1]), int(place[2])),) if place else (),
+            reason=next((kind for kind in REASON_KINDS if stop.report["cause"].startswith(kind)), ""),
+            text=stop.error,
         )
 
     def version(self) -> str | None:
@@ -183,7 +196,7 @@ class Anomaly(Tool):
     def is_alarm(self, error: BaseException) -> bool:
         return "returned nan values" in str(error)
 
-    def said(self, stop: Stop, explained: dict[str, Any] | None) -> Statement:
+    def said(self, stop: Stop) -> Statement:
         """The node of the exception, and the line of its forward from the warning."""
         forward = stop.output.rpartition("Traceback of forward call that caused the error")[2]
         lines = innermost(forward.partition("(Triggered internally")[0])
@@ -205,7 +218,7 @@ class ModuleHooks(Tool):
             if isinstance(tensor, Tensor) and tensor.isnan().any():
                 raise AlarmError(f"NaN in the output of {name or '(root)'} ({type(module).__name__})")
 
-    def said(self, stop: Stop, explained: dict[str, Any] | None) -> Statement:
+    def said(self, stop: Stop) -> Statement:
         (name,) = re.findall(r"output of (\S+) \(", stop.error)[:1]
         lines = innermost(stop.traceback)
         return Statement(layers=(plain_name(name),), lines=lines, reason=stop.error, text=with_line(stop.error, lines))
@@ -221,7 +234,7 @@ class GradientCheck(Tool):
         if bad:
             raise AlarmError(f"non-finite gradients: {', '.join(bad)}")
 
-    def said(self, stop: Stop, explained: dict[str, Any] | None) -> Statement:
+    def said(self, stop: Stop) -> Statement:
         """A list of layers points at none of them."""
         bad = stop.error.partition(": ")[2].split(", ")
         layers = {plain_name(name).rpartition(".")[0] for name in bad}
@@ -245,7 +258,7 @@ class Overflow(Tool):
     def is_alarm(self, error: BaseException) -> bool:
         return "DebugUnderflowOverflow: inf/nan detected" in str(error)
 
-    def said(self, stop: Stop, explained: dict[str, Any] | None) -> Statement:
+    def said(self, stop: Stop) -> Statement:
         """The module of the last frame; what it says first of it (``input[0] has nans``) is taken for a reason."""
         frames = re.findall(r"^ {18}(\S*) (\w+)$", stop.output, re.MULTILINE)
         first = re.search(r"^(\S+) has (?:nans|infs)$", stop.output, re.MULTILINE)
@@ -302,7 +315,7 @@ class Sherlorch(Tool):
         except KeyError as error:
             return f"has_issue: the loss; {error}"
 
-    def said(self, stop: Stop, explained: dict[str, Any] | None) -> Statement:
+    def said(self, stop: Stop) -> Statement:
         """Of several culprits, each counts."""
         culprits = re.findall(r"Culprit #\d+: \[\d+\] (\S+)  shape.*", stop.error)
         heads = re.findall(r"Culprit #\d+: .*", stop.error)
@@ -331,7 +344,7 @@ class Stability(Tool):
     def is_alarm(self, error: BaseException) -> bool:
         return type(error).__name__ == "GradientSpikeError"
 
-    def said(self, stop: Stop, explained: dict[str, Any] | None) -> Statement:
+    def said(self, stop: Stop) -> Statement:
         (name,) = re.findall(r"layer='([^']*)'", stop.error)
         layer = name.rpartition(".")[0] if name in stop.parameters else ("" if name == "root" else name)
         return Statement(layers=(plain_name(layer),), reason=stop.error, text=stop.error)

@@ -11,7 +11,7 @@ from ddp_nanguard.replay.outcome import Outcome, Result
 from ddp_nanguard.replay.session import Session
 from ddp_nanguard.report.types import Phase
 
-from .rules import Reason, TraceFacts, reason_for
+from .rules import REASON_KINDS, Reason, TraceFacts, reason_for
 from .trace.traced_step import Traced, trace_step
 
 
@@ -80,12 +80,24 @@ def without_replay(dump: Dump, outcome: Result | None, why: str) -> Diagnosis:
         outcome: of the plain replay, None where it was not run.
         why: the obstacle, for the reader.
     """
-    reason = reason_for(facts_of(dump, None, None))
+    reason = _of_second_look(dump) or reason_for(facts_of(dump, None, None))
     if reason.kind == "unknown":
         reason = replace(
             reason, evidence=(*reason.evidence, f"the report says: {dump.report.cause}; a replay finds more")
         )
     return Diagnosis(outcome, None, reason, why)
+
+
+def _of_second_look(dump: Dump) -> Reason | None:
+    """The reason that the job itself has found, by the trace of its second look; None where it has none."""
+    report = dump.report
+    operator = report.second_look.operator if report.second_look is not None else None
+    kind = next((kind for kind in REASON_KINDS if report.cause.startswith(f"{kind}:")), None)
+    if operator is None or kind is None or report.second_look is None:
+        return None
+    where = f"{operator.line}: {operator.code}" if operator.line else "a module of torch"
+    seen = f"rank {operator.rank}: {operator.name} at {where}"
+    return Reason(kind, report.cause, (seen, f"second look in the job: {report.second_look.text}"))
 
 
 def facts_of(dump: Dump, traced: Traced | None, outcome: Result | None) -> TraceFacts:

@@ -24,7 +24,9 @@ def scale_collapse(facts: TraceFacts) -> Reason | None:
 
 def compiled_kernel(facts: TraceFacts) -> Reason | None:
     """The step failed where torch.compile's code ran, and is finite when it runs eagerly."""
-    traced = facts.traced
+    traced, origin = facts.traced, facts.origin
+    if origin is not None and origin.phase in (Phase.STATE, Phase.OPTIMIZER):
+        return None  # no kernel of the step made it
     if traced is None or not facts.was_compiled or traced.target or traced.first_nonfinite_op is not None:
         return None
     if EAGER_NOW in facts.differs:
