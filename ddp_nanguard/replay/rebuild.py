@@ -57,14 +57,7 @@ def apply_settings(dump: Dump) -> None:
     torch.backends.cudnn.benchmark = settings.cudnn_benchmark
 
 
-def rebuild(
-    dump: Dump,
-    rank: int,
-    recipe: Recipe,
-    device: torch.device,
-    alone: bool,
-    group: dist.ProcessGroup | None = None,
-) -> Rebuilt:
+def rebuild(dump: Dump, rank: int, recipe: Recipe, device: torch.device, alone: bool) -> Rebuilt:
     """Model and optimizers with the dumped weights and state, as the rank had them.
 
     Args:
@@ -72,8 +65,7 @@ def rebuild(
         rank: the rank whose step is run.
         recipe: the user's.
         device: where the model goes.
-        alone: one process stands for ``rank``; DDP is left out, FSDP wraps over one member.
-        group: what to wrap and step over; default the whole world, which must be this process alone if ``alone``.
+        alone: one process stands for ``rank`` and is the whole world; DDP is left out, FSDP wraps over one member.
 
     Raises:
         DumpError: the recipe's parameters are not those of the dump, or weights are missing.
@@ -82,11 +74,11 @@ def rebuild(
     """
     # Before wrapping, which may flatten or shard the parameters.
     require_matching_parameters(dump, recipe.model)
-    model = _wrapped(dump, recipe, device, alone, group)
+    model = _wrapped(dump, recipe, device, alone)
     wrapper = wrapper_of(model)
     lay_in_model(dump, rank, wrapper)
     optimizers = _optimizers(dump, rank, recipe, wrapper)
-    return Rebuilt(dump, rank, recipe, wrapper, optimizers, _scaler(dump, wrapper, device), device, group)
+    return Rebuilt(dump, rank, recipe, wrapper, optimizers, _scaler(dump, wrapper, device), device)
 
 
 def lay_in_model(dump: Dump, rank: int, wrapper: Wrapper) -> None:
@@ -134,9 +126,7 @@ def require_matching_parameters(dump: Dump, model: nn.Module, source: str = "rec
         raise DumpError(f"the {source}'s model has a parameter {extra[0]!r}, the dump has not; {again}")
 
 
-def _wrapped(
-    dump: Dump, recipe: Recipe, device: torch.device, alone: bool, group: dist.ProcessGroup | None
-) -> nn.Module:
+def _wrapped(dump: Dump, recipe: Recipe, device: torch.device, alone: bool) -> nn.Module:
     description = dump.manifest.wrapper_description
     model = recipe.model.to(device)
     if alone and not wrapper_class(description.kind).is_sharded:
@@ -144,7 +134,7 @@ def _wrapped(
     if recipe.wrap is not None and not alone:
         return recipe.wrap(model)
     try:
-        return wrap_like(model, description.details, group=group)
+        return wrap_like(model, description.details)
     except (KeyError, TypeError, AttributeError) as error:
         what = f"{type(error).__name__}: {error}".splitlines()[0]
         raise DumpError(

@@ -39,14 +39,12 @@ class Recipe:
     batch_types: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
 
-def load_recipe(name: str, directory: str | None, *, loaded: bool = False) -> Recipe:
+def load_recipe(name: str, directory: str | None) -> Recipe:
     """Import the recipe function and call it. This runs the user's code.
 
     Args:
         name: ``module:function`` or ``path/to/file.py:function``.
         directory: where the module lay when the dump was written; searched after the working directory.
-        loaded: use the module that this process has already imported, if any: a training script that is imported a
-            second time may begin to train.
 
     Raises:
         DumpError: it cannot be imported, raises, or returns no `Recipe`.
@@ -55,9 +53,7 @@ def load_recipe(name: str, directory: str | None, *, loaded: bool = False) -> Re
     if not module_name or not function_name.isidentifier():
         raise DumpError(f'recipe {name!r} names no function; give --recipe "module:function"')
     try:
-        module = _loaded(module_name, directory) if loaded else None
-        if module is None:
-            module = _from_file(module_name) if module_name.endswith(".py") else _by_name(module_name, directory)
+        module = _from_file(module_name) if module_name.endswith(".py") else _by_name(module_name, directory)
     except (ImportError, AttributeError, OSError) as error:
         raise DumpError(f'recipe {name!r} cannot be imported ({error}); give --recipe "module:function"') from error
     function = getattr(module, function_name, None)
@@ -72,23 +68,6 @@ def load_recipe(name: str, directory: str | None, *, loaded: bool = False) -> Re
     if not isinstance(recipe, Recipe):
         raise DumpError(f"recipe {name!r} gives a {type(recipe).__name__}; it must return a ddp_nanguard.Recipe")
     return recipe
-
-
-def _loaded(name: str, directory: str | None) -> Any:
-    """The imported module of this name or file, ``__main__`` included; None where it is not imported."""
-    if name in sys.modules:
-        return sys.modules[name]
-    if name.endswith(".py"):
-        path: str | None = os.path.join(directory or "", os.path.basename(name) if directory else name)
-    else:
-        spec = importlib.util.find_spec(name)
-        path = spec.origin if spec is not None else None
-    files = [(module, getattr(module, "__file__", None)) for module in list(sys.modules.values())]
-    return next((module for module, file in files if file and path and _is_same_file(file, path)), None)
-
-
-def _is_same_file(one: str, other: str) -> bool:
-    return os.path.realpath(one) == os.path.realpath(other)
 
 
 def _by_name(name: str, directory: str | None) -> Any:

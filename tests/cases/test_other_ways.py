@@ -69,7 +69,7 @@ def _asked(way: str, module: str, every: bool) -> list[str]:
     if way == "scaled":
         # a bad gradient alone is an overflow, which the scaler skips; where there is a scaler it is tested as it stands
         found = [name for name in found if _is_no_overflow(cases[name])]
-    return found if every else found[:2]
+    return found if every else found[:1]
 
 
 def _is_no_overflow(case: Case) -> bool:
@@ -105,7 +105,7 @@ def _check_module(way: str, module: str, names: list[str], first: list[Ended], s
 
 
 @pytest.mark.parametrize("way", CHANGES)
-def test_two_of_each_group(way: str, tmp_path: Path) -> None:
+def test_one_of_each_group(way: str, tmp_path: Path) -> None:
     _check(way, False, tmp_path)
 
 
