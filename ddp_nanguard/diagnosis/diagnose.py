@@ -80,7 +80,10 @@ def without_replay(dump: Dump, outcome: Result | None, why: str) -> Diagnosis:
         outcome: of the plain replay, None where it was not run.
         why: the obstacle, for the reader.
     """
-    reason = _of_second_look(dump) or reason_for(facts_of(dump, None, None))
+    reason = reason_for(facts_of(dump, None, None))
+    looked = _of_second_look(dump)
+    # of the same kind: the dump holds the history of every rank, the job knew that of one
+    reason = looked if looked is not None and looked.kind != reason.kind else reason
     if reason.kind == "unknown":
         reason = replace(
             reason, evidence=(*reason.evidence, f"the report says: {dump.report.cause}; a replay finds more")
