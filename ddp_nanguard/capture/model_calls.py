@@ -53,6 +53,7 @@ class ModelCall:
         screens: the sum of each of these, shape (), see `screen_of`; None for what cannot be summed.
         problem: why the call cannot be made again as it was; None where it can.
         caller: code, last instruction and line number of the user's frame that made the call.
+        is_training: whether the model was in training mode.
         has_returned: whether the function has returned; False while it runs, and for good where it raised.
     """
 
@@ -68,6 +69,7 @@ class ModelCall:
     num_outputs: int = 0
     screens: list[Tensor | None] = field(default_factory=list)
     problem: str | None = None
+    is_training: bool = True
     has_returned: bool = False
     caller: tuple[CodeType, int, int] | None = None
     _arguments: list[_Argument] = field(default_factory=list)
@@ -77,6 +79,10 @@ class ModelCall:
         """Path of an argument that was changed after the call; None where none was. Host sync: one per small one."""
         paths = (path_text(argument.path[1:]) for argument in self._arguments if argument.has_changed())
         return next(paths, None)
+
+    def has_changed_mode(self) -> bool:
+        """Whether the model has been put into another mode since: a dropout or BatchNorm would not do the same."""
+        return _is_training(self.function, self.args, self.is_step) != self.is_training
 
     @property
     def awaits_backward(self) -> bool:
@@ -118,12 +124,14 @@ class ModelCalls:
     Args:
         device: of the model.
         weights: parameters; a few of them are looked at.
+        copies: whether arguments are copied instead of referred to (option ``copy_batch``).
 
     Memory: arguments by reference, and at most `MAX_GRADIENT_BYTES` of gradients, until the window is closed.
     """
 
-    def __init__(self, device: torch.device, weights: Sequence[Tensor] = ()) -> None:
+    def __init__(self, device: torch.device, weights: Sequence[Tensor] = (), copies: bool = False) -> None:
         self._device = device
+        self._copies = copies
         every = -(-len(weights) // MAX_WEIGHTS) or 1
         self._weights = list(weights[::every])
         self._weight_versions: list[int] = []
@@ -163,7 +171,7 @@ class ModelCalls:
         """
         if not self.events:
             self._weight_versions = [_version(weight) for weight in self._weights]
-        kept_args, kept_kwargs = copy_containers(args, _same), copy_containers(kwargs, _same)
+        kept_args, kept_kwargs = copy_containers(args, self._kept), copy_containers(kwargs, self._kept)
         call = ModelCall(
             function,
             kept_args,
@@ -174,6 +182,7 @@ class ModelCalls:
             tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in self._types),
             is_step,
             caller=_users_position(),
+            is_training=_is_training(function, args, is_step),
         )
         named = {"args": kept_args, "kwargs": kept_kwargs}
         found = enumerate(named_tensors_in(named))
@@ -249,7 +258,12 @@ class ModelCalls:
 
     def empty_copy(self) -> ModelCalls:
         """The record of another window of the same model."""
-        return ModelCalls(self._device, self._weights)
+        return ModelCalls(self._device, self._weights, self._copies)
+
+    def _kept(self, tensor: Tensor) -> Tensor:
+        if not self._copies or tensor.requires_grad:  # of a graph: the loop cannot change it in place unseen
+            return tensor
+        return tensor.clone()
 
 
 class _Alias(torch.autograd.Function):
@@ -338,8 +352,9 @@ def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
+def _is_training(function: Callable[..., Any], args: tuple[Any, ...], is_step: bool) -> bool:
+    """The mode of the model that is called, or that is handed to the loop's step function."""
+    return bool(getattr(args[0] if is_step and args else function, "training", True))
 
 
 def _device_state(device: torch.device) -> Tensor | None:

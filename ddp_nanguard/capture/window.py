@@ -66,7 +66,7 @@ class AccumulationWindow:
     ) -> None:
         self._device = device
         self.generators: dict[str, Any] = {}
-        self.calls = ModelCalls(device, weights)
+        self.calls = ModelCalls(device, weights, copy_batch)
 
         # - Batches. Tensors kept by reference can be changed in place by the step, which would make the dump lie: their
         # versions tell

@@ -49,8 +49,10 @@ def _key(stats: SlotStats) -> SlotKey | None:
     source = stats.source
     if isinstance(source, TensorRecord):
         call = source.call
-        slot = ROOT_OUTPUT if stats.role is SlotRole.OUTPUT else source.slot
-        return SlotKey(Phase.FORWARD, call.micro_batch, call.layer, call.number, slot)
+        if stats.role is SlotRole.OUTPUT:
+            # of the model as a whole, whichever layer returned it first: training may have looked at no layer
+            return SlotKey(Phase.FORWARD, call.micro_batch, "", None if call.number is None else 1, ROOT_OUTPUT)
+        return SlotKey(Phase.FORWARD, call.micro_batch, call.layer, call.number, source.slot)
     if isinstance(source, GradientHook):
         call = source.call
         return SlotKey(Phase.BACKWARD, call.micro_batch, call.layer, call.number, f"gradient of {source.record.slot}")

@@ -70,8 +70,10 @@ def _operator_rows(report: FaultReport) -> list[tuple[str, str]]:
     if operator is None:
         return []
     where = f"{operator.line}: {operator.code}" if operator.line else ""
-    how = " (in its backward)" if operator.in_backward else ""
+    how = " (in the backward of that line)" if operator.in_backward else ""
     whose = f" on rank {operator.rank}" if report.origin is None or report.origin.rank != operator.rank else ""
+    if report.origin is not None and report.origin.phase is Phase.INPUT:
+        return [("used at", where), ("by", operator.name)]  # it has not made the value
     return [("line", where), ("operator", f"{operator.name}{how}{whose}")]
 
 

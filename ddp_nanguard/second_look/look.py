@@ -26,7 +26,7 @@ from ddp_nanguard.report.types import FaultReport, FirstOperator, SecondLook
 
 from .compare import own_sites
 from .obstacles import of_the_report, of_this_rank
-from .outcome import Concluded, as_compiled, concluded, hinted, merged
+from .outcome import Concluded, as_compiled, concluded, hinted, merged, on_the_makers_rank, taken_in
 from .outside import is_outside, outside_place, runs_step
 from .place import Place, made_here, own_place, shared_place
 from .run import SecondRun, StepAgain
@@ -132,7 +132,10 @@ class _Look:
         found = hinted(self._concluded(second, compiled), seen, fault.record)
         self.shown, self.findings = _with_look(merged(fault.report, seen, found), found), second.findings
         found, place = self._placed(second, self.shown, found)
-        report = _with_look(self.shown, found, place.operator)
+        if place.is_taken_in:
+            found = taken_in(found, self.shown)
+            self.shown = merged(fault.report, seen, found)
+        report = on_the_makers_rank(_with_look(self.shown, found, place.operator))
         return Looked(report, second.findings, place.reason, self.must_stop)
 
     def _placed(self, second: SecondRun, shown: FaultReport, found: Concluded) -> tuple[Concluded, Place]:

@@ -30,6 +30,8 @@ def of_this_rank(context: GuardContext, record: StepRecord) -> str | None:
         return (
             problem if any(call.is_step for call in returned) else f"{problem}; guard.run(step, batch) keeps the step"
         )
+    if any(call.has_changed_mode() for call in returned):
+        return "model.train() or model.eval() was called after the forward"
     for call in returned:
         changed = call.changed_argument()
         if changed is not None:

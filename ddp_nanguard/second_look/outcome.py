@@ -106,8 +106,12 @@ def _own_text(context: GuardContext, mine: Agreement, is_finite: bool) -> str:
     if not is_finite:
         return f"{upto}; first different: {mine.first_different}"
     device = context.device
-    same = upto if mine.first_different is not None and mine.last_same is not None else "same inputs and random states"
-    return f"{same}: suspect that device ({socket.gethostname()}, {device}), nondeterminism, or memory that was not set"
+    if mine.last_same is None:
+        same = "nothing that could be compared"
+    else:
+        same = upto if mine.first_different is not None else "same inputs and random states"
+    unknown = "memory that was not set, or what the guard does not keep: Python objects, modes, other random streams"
+    return f"{same}: suspect that device ({socket.gethostname()}, {device}), nondeterminism, {unknown}"
 
 
 def _same_text(context: GuardContext, report: FaultReport, changed_after: bool) -> str:
@@ -157,7 +161,37 @@ def hinted(found: Concluded, second: FaultReport, record: StepRecord) -> Conclud
     """
     if found.outcome != "same" or not found.is_placed or not is_outside(second.origin) or runs_step(record):
         return found
-    return replace(found, text=f"{found.text}; the loss was not run again: guard.run(step, batch) would name its line")
+    upto = f"{found.text.removesuffix(': deterministic')} up to the model's output"
+    return replace(found, text=f"{upto}; the loss was not run again: guard.run(step, batch) would name its line")
+
+
+def taken_in(found: Concluded, shown: FaultReport) -> Concluded:
+    """A value that was there before the second run: what reads it first has not made it.
+
+    Args:
+        found: so far.
+        shown: what is reported so far; its origin stays only where it is code of the loop, which was not run again.
+    """
+    code = shown.origin.inline_code if shown.origin is not None else None
+    if code is not None and code.layer is None:
+        said = "the model was given it; guard.run(step, batch) runs the code before the model too"
+        return replace(found, text=f"{found.text}; {said}")
+    said = "the value was there before, in a tensor that the model or the loop keeps: where it began is not known"
+    return replace(found, text=f"{found.text.removesuffix(': deterministic')}; {said}", is_placed=False)
+
+
+def on_the_makers_rank(report: FaultReport) -> FaultReport:
+    """The origin on the rank whose operator made the value, where other ranks had it by communication only."""
+    operator = report.second_look.operator if report.second_look is not None else None
+    origin = report.origin
+    if operator is None or origin is None or origin.rank in (None, operator.rank):
+        return report
+    if origin.phase not in (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD):
+        return report
+    site = next((site for site in report.sites if site.rank == operator.rank), None)
+    if site is None:
+        return report
+    return replace(report, origin=site, sites=(site, *(other for other in report.sites if other is not site)))
 
 
 def merged(first: FaultReport, second: FaultReport, found: Concluded) -> FaultReport:

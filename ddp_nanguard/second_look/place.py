@@ -9,12 +9,13 @@ from typing import Any
 
 from ddp_nanguard.capture.model_calls import ModelCall
 from ddp_nanguard.diagnosis.rules import TraceFacts, reason_for
+from ddp_nanguard.diagnosis.rules.outside import is_mask, reads_bad_batch
 from ddp_nanguard.diagnosis.trace.events import Event, EventPhase, Operand
 from ddp_nanguard.diagnosis.trace.operators import is_communication
 from ddp_nanguard.diagnosis.trace.source_lines import CodeLocation, SourceLine
 from ddp_nanguard.diagnosis.trace.traced_step import Traced
 from ddp_nanguard.distributed.group import RankGroup
-from ddp_nanguard.report.types import Evidence, FaultReport, FirstOperator
+from ddp_nanguard.report.types import Evidence, FaultReport, FirstOperator, Phase
 
 _log = logging.getLogger(__name__)
 
@@ -31,10 +32,12 @@ class Place:
     Attributes:
         operator: None where no trace leads to one.
         reason: one sentence; "" where no rule has one.
+        is_taken_in: whether the value was there before the step was run again, in memory that the step only reads.
     """
 
     operator: FirstOperator | None = None
     reason: str = ""
+    is_taken_in: bool = False
 
 
 def own_place(facts: TraceFacts, calls: list[ModelCall], rank: int) -> Place:
@@ -49,12 +52,31 @@ def own_place(facts: TraceFacts, calls: list[ModelCall], rank: int) -> Place:
         event = facts.first_nonfinite_op
         if event is not None and _reads_gradient_of_output(event):
             return Place()
+        if event is not None and _is_taken_in(event, facts):
+            return Place(is_taken_in=True)  # what reads it first has not made it
         reason = reason_for(facts)
         text = "" if reason.kind == "unknown" else reason.text[:MAX_REASON]
         return Place(None if event is None else _operator(event, calls, rank), text)
     except Exception as error:  # a defect here must not replace the fault that is to be told
         _log.debug("second look: no place: %s: %s", type(error).__name__, error)
         return Place()
+
+
+def _is_taken_in(event: Event, facts: TraceFacts) -> bool:
+    """Whether an operator only meets a value that the model or the loop has kept, or was given."""
+    names = [name for name in event.outside if name != SEED_NAME]
+    origin = facts.origin
+    is_known = origin is not None and origin.phase in (Phase.INPUT, Phase.STATE, Phase.OPTIMIZER)
+    if (
+        is_known
+        or reads_bad_batch(facts)
+        or not names
+        or event.parents
+        or is_mask(event)
+        or is_communication(event.operator)
+    ):
+        return False
+    return not any(name.startswith("uninitialised memory") for name in names)
 
 
 def _operator(event: Event, calls: list[ModelCall], rank: int) -> FirstOperator:
@@ -108,7 +130,8 @@ def shared_place(ranks: RankGroup, report: FaultReport, mine: Place, made: bool)
 
     Collective: two SUM all-reduces on the fault group.
     """
-    makers, knowing = ranks.ranks_where(made, mine.operator is not None or bool(mine.reason))
+    made = made and not mine.is_taken_in
+    makers, knowing = ranks.ranks_where(made, mine.operator is not None or bool(mine.reason) or mine.is_taken_in)
     named = report.origin.rank if report.origin is not None else None
     chosen = named if named in makers or not makers else makers[0]
     if chosen is None or chosen not in (*makers, *knowing):
@@ -121,7 +144,11 @@ def shared_place(ranks: RankGroup, report: FaultReport, mine: Place, made: bool)
 def _written(place: Place) -> str:
     operator = place.operator
     while True:
-        data = {"operator": operator.to_dict() if operator is not None else None, "reason": place.reason}
+        data: dict[str, Any] = {
+            "operator": operator.to_dict() if operator is not None else None,
+            "reason": place.reason,
+        }
+        data["is_taken_in"] = place.is_taken_in
         text = json.dumps(data)
         if len(text.encode()) < 8000 or operator is None:
             return text
@@ -131,4 +158,4 @@ def _written(place: Place) -> str:
 def _read(text: str) -> Place:
     data: dict[str, Any] = json.loads(text)
     operator = data["operator"]
-    return Place(FirstOperator.from_dict(operator) if operator else None, data["reason"])
+    return Place(FirstOperator.from_dict(operator) if operator else None, data["reason"], data["is_taken_in"])

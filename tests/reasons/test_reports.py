@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ddp_nanguard.diagnosis.rules import REASON_KINDS, RULES, TraceFacts, reason_for
-from ddp_nanguard.report.types import FaultReport, Phase, SecondLook, Site
+from ddp_nanguard.report.types import FaultReport, FirstOperator, Phase, SecondLook, Site
 
 
 def site(phase: str, **more: Any) -> Site:
@@ -91,12 +91,13 @@ def test_the_list_of_kinds_is_closed() -> None:
     ("outcome", "in_place", "sentence"),
     [
         ("not_reproduced", "finite", "in the replay, on equal software: nondeterminism, dirty memory or the device's"),
-        ("not_reproduced", "same", "in the replay, on equal software: it went bad twice where it ran, so suspect that"),
+        ("not_reproduced", "same", "in the replay, on equal software: it went bad twice where it ran, so suspect what"),
         (None, "finite", "once more in place, on the same device: nondeterminism, dirty memory or the device's"),
     ],
 )
 def test_a_second_look_is_evidence(outcome: str | None, in_place: str, sentence: str) -> None:
-    second = SecondLook(in_place, "what came of it")
+    divided = FirstOperator(0, "aten.div.Tensor", None, "", False, None) if in_place == "same" else None
+    second = SecondLook(in_place, "what came of it", divided)
     found = reason_for(TraceFacts(report(site("forward"), second_look=second), outcome=outcome))
     assert found.kind == "not reproduced"
     assert found.sentence.startswith(f"the same step was finite {sentence}")

@@ -57,8 +57,11 @@ def not_reproduced(facts: TraceFacts) -> Reason | None:
 
 def _chance(again: SecondLook | None) -> str:
     """What to suspect; a step that failed twice where it ran did not fail by chance."""
-    if again is not None and again.outcome == "same":
-        return "it went bad twice where it ran, so suspect that device, its software, or code that has changed"
+    if again is not None and again.outcome == "same" and again.operator is not None:
+        return (
+            "it went bad twice where it ran, so suspect what may differ here: counters, schedules and environment "
+            "variables of the script, code that has changed, or that device"
+        )
     return why.CHANCE
 
 

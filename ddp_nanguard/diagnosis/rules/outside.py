@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ddp_nanguard.diagnosis.trace.events import Event, EventCategory
+from ddp_nanguard.report.types import Phase
 from ddp_nanguard.report.wording import KIND_WORDS
 from ddp_nanguard.tensors.batch import batch_arrays, batch_leaves, batch_tensors
 from ddp_nanguard.tensors.containers import path_text
@@ -20,7 +23,7 @@ def state_bad(facts: TraceFacts) -> Reason | None:
     op = facts.first_nonfinite_op
     if op is None:
         return why.state(facts)
-    names = [] if _is_mask(op) else [name for name in op.outside if name and not _is_other(name)]
+    names = [] if is_mask(op) else [name for name in op.outside if name and not _is_other(name)]
     if not names:
         return None
     inputs = {o.name: o for o in op.inputs if o.name in names}
@@ -31,7 +34,7 @@ def state_bad(facts: TraceFacts) -> Reason | None:
     return why.bad_state(facts, names, KIND_WORDS[kind], tuple(counts))
 
 
-def _is_mask(op: Event) -> bool:
+def is_mask(op: Event) -> bool:
     """Whether only -inf came from outside, which is legal in a mask, and the operator made NaN or +Inf of it."""
     from_outside = [o.kind for o in op.inputs if o.name in op.outside or (o.name is None and o.kind)]
     return op.category is EventCategory.PRODUCED and all(kind in (None, "-inf") for kind in from_outside)
@@ -51,16 +54,32 @@ def bad_input(facts: TraceFacts) -> Reason | None:
     op, traced = facts.first_nonfinite_op, facts.traced
     if traced is None:
         return why.bad_input(facts)
-    if op is None or _is_mask(op):
+    if op is None or is_mask(op):
         return None
-    names = [name for name in op.outside if is_batch(name)]
-    named = {name: torch.from_numpy(array) for name, array in batch_arrays(traced.batch).items()}
-    named |= batch_tensors(traced.batch)
-    name = next((name for name in names if name in named), None)
+    named = _items_as_given(facts, traced.batch)
+    name = next((name for name in op.outside if name in named), None)
     if name is None:
         return None
     taken = f"first taken in by {at(op)}"
     return why.bad_item(name, named[name], traced.batch, traced.batch_size, taken)
+
+
+def reads_bad_batch(facts: TraceFacts) -> bool:
+    """Whether the first operator takes in an item of the batch that was bad when the loader gave it."""
+    op, traced = facts.first_nonfinite_op, facts.traced
+    if op is None or traced is None:
+        return False
+    named = _items_as_given(facts, traced.batch)
+    return any(name in named for name in op.outside)
+
+
+def _items_as_given(facts: TraceFacts, batch: Any) -> dict[str, Tensor]:
+    """Arrays and tensors of the batch by path, without what the training step may have changed in place."""
+    named = {name: torch.from_numpy(array) for name, array in batch_arrays(batch).items()}
+    origin = facts.origin
+    code = origin.inline_code if origin is not None and origin.phase is Phase.FORWARD else None
+    # a bad tensor that is as the loader gave it would be the origin by itself; arrays are not looked at before
+    return named if code is not None and code.layer is None else named | batch_tensors(batch)
 
 
 def uninitialised(facts: TraceFacts) -> Reason | None:

@@ -102,7 +102,7 @@ def finite_in_place(known: ReportFacts) -> Reason | None:
     return Reason("not reproduced", sentence, (f"second look: {again.text}",))
 
 
-CHANCE = "nondeterminism, dirty memory or the device's hardware"
+CHANCE = "nondeterminism, dirty memory or the device's hardware, or Python state that no guard keeps"
 
 
 def scale_collapse(known: ReportFacts) -> Reason | None:
