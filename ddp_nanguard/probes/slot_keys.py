@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ from ddp_nanguard.report.slot_key import PARAMETER_GRADIENT, ROOT_OUTPUT, SlotKe
 from ddp_nanguard.report.types import Phase
 
 from .backward import GradientHook
-from .calls import TensorRecord
+from .calls import ModuleCall, TensorRecord
 from .gradient import GradientSource
 from .slots import SlotRole, SlotStats
 from .sources import LossSource
@@ -35,7 +36,17 @@ def vital_signs(slot_stats: list[SlotStats], has_scaler: bool) -> list[SlotStats
         slot_stats: of a step in which layers were watched.
         has_scaler: whether a GradScaler is used.
     """
-    return [stats for stats in slot_stats if not _is_of_layers(stats, has_scaler)]
+    kept = [stats for stats in slot_stats if not _is_of_layers(stats, has_scaler)]
+    return [_of_the_root(stats) if isinstance(stats.source, TensorRecord) else stats for stats in kept]
+
+
+def _of_the_root(stats: SlotStats) -> SlotStats:
+    """The output of the model as one that looks at no layer sees it, whichever layer returned it first."""
+    record: TensorRecord = copy.copy(stats.source)
+    record.call = ModuleCall("", 1, record.call.micro_batch, None)
+    record.call.outputs.append(record)
+    record.slot, record.consumers = "output", []
+    return stats._replace(source=record)
 
 
 def _is_of_layers(stats: SlotStats, has_scaler: bool) -> bool:

@@ -164,7 +164,9 @@ class StepAgain:
         torch.set_rng_state(call.torch_state)
         if call.device_state is not None:
             torch.get_device_module(self.context.device).set_rng_state(call.device_state)
-        args, kwargs = copy_containers((call.args, call.kwargs), _as_argument)
+        # copies are there because the step may change them: each run needs its own
+        as_argument = _as_own_argument if self.context.config.copy_batch else _as_argument
+        args, kwargs = copy_containers((call.args, call.kwargs), as_argument)
         with _autocast(call):
             output = call.function(*args, **kwargs)
         if call.is_step:
@@ -215,6 +217,10 @@ def _backward(
     if outputs:
         more = any(task > event.graph_task for call in calls if id(call) in graphs for task in call.gradients)
         torch.autograd.backward(outputs, seeds, retain_graph=more or None)
+
+
+def _as_own_argument(tensor: Tensor) -> Tensor:
+    return _as_argument(tensor) if tensor.requires_grad else _as_argument(tensor.clone())
 
 
 def _as_argument(tensor: Tensor) -> Tensor:

@@ -341,3 +341,14 @@ def test_an_update_is_run_again_by_the_recipes_optimizer(has_optimizer: bool) ->
     recipe = Recipe(nn.Linear(1, 1), lambda model, batch: model(batch), torch.optim.SGD if has_optimizer else None)
     needed = what_needs_optimizer(SimpleNamespace(report=SimpleNamespace(origin=origin)), recipe)
     assert needed is None if has_optimizer else "give Recipe(model=..., step=..., optimizer=" in str(needed)
+
+
+@pytest.mark.parametrize("layers", ["none", "blocks", "every"])
+def test_under_a_scaler_the_outputs_of_the_model_compare_whatever_was_watched(
+    layers: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dump = fault(tmp_path, layers=layers, scaler=torch.amp.GradScaler("cpu", init_scale=2.0))
+    said = replayed(dump, capsys)
+    assert (said.code, said.outcome["outcome"]) == (0, "same"), said.text
+    with np.load(Path(dump) / "rank-00000" / "history.npz", allow_pickle=False) as history:
+        assert any("root output" in label for label in history["fault.labels"].tolist())
