@@ -53,7 +53,7 @@ class SeverityReducer:
         self._cached_limits: dict[tuple[SlotPage, tuple[SlotRole, ...]], _Limits] = {}
 
     def severity(self, as_found_inf: Severity) -> Tensor:
-        """This rank's severity: int64, shape (), on the device. About four kernels per page, no host read.
+        """This rank's severity: int64, shape (), on the device. Three kernels per page, no host read.
 
         Args:
             as_found_inf: the least that it shall be, from what the host knows already, such as a NaN learning rate.
@@ -94,8 +94,10 @@ class SeverityReducer:
         # the squares of a norm overflow float64 only beyond 1e154, which is not worth a warning
         warn_role = SlotRole.GRADIENT if page.values.dtype is not torch.float64 else None
         width = page.values.shape[1]  # 1 for screens, which have nothing but an upper end
+        # a comparison within one dtype takes half the time; that of half precision is float32 as well
+        dtype = torch.float64 if page.values.dtype is torch.float64 else torch.float32
         limits = [
-            [self._range(role)[-width:] for role in roles],
+            [self._range(role, torch.finfo(dtype).max)[-width:] for role in roles],
             [(NORM_OVERFLOWS_AT, NORM_OVERFLOWS_AT)[-width:]] * len(roles),
         ]
         levels = [
@@ -107,8 +109,9 @@ class SeverityReducer:
             layout=page.layout,
             used=len(roles),
             is_silent=all(role in self._unread() for role in roles),
-            limits=torch.tensor(limits, dtype=torch.float64, device=device),
+            limits=torch.tensor(limits, dtype=dtype, device=device),
             levels=torch.tensor(levels, dtype=torch.int64, device=device).unsqueeze(2).repeat(1, 1, width),
+            clean=torch.zeros((), dtype=torch.int64, device=device),
             signs=torch.tensor([-1.0, 1.0], device=device) if width == 2 else None,
             masks={
                 role: torch.tensor([other is role for other in roles], device=device).unsqueeze(1)
@@ -120,11 +123,15 @@ class SeverityReducer:
     def _unread(self) -> set[SlotRole]:
         return {SlotRole.EVIDENCE} if self._has_scaler else {SlotRole.EVIDENCE, SlotRole.OUTPUT}
 
-    def _range(self, role: SlotRole) -> tuple[float, float]:
-        """The largest negated minimum and the largest maximum that a slot of this role may have."""
+    def _range(self, role: SlotRole, largest: float) -> tuple[float, float]:
+        """The largest negated minimum and the largest maximum that a slot of this role may have.
+
+        Args:
+            role: of the slot.
+            largest: the largest finite number.
+        """
         if role is SlotRole.NORM:
             return math.inf, math.inf if self._norm_limit is None else self._norm_limit
-        largest = torch.finfo(torch.float64).max
         return (math.inf if role in ONE_SIDED else largest), largest
 
     def _level(self, role: SlotRole) -> Severity:
@@ -149,8 +156,9 @@ class _Limits:
         layout: of the page when these were made; another one makes them stale.
         used: number of slots that they cover; a step that fills fewer uses the first of them.
         is_silent: whether no role on the page can change the verdict.
-        limits: float64, shape (2, used, width): beyond the first a slot is bad, beyond the second worth a warning.
+        limits: shape (2, used, width): beyond the first a slot is bad, beyond the second worth a warning.
         levels: int64, shape (2, used, width): the severity of a slot beyond that limit.
+        clean: int64, shape (): the severity of any other.
         signs: shape (2,), -1 for minimum and 1 for maximum, so that both are compared with an upper limit; None where a
             slot is one number.
         masks: by role that the verdict needs apart, the slots that have it; bool, shape (used, 1).
@@ -161,6 +169,7 @@ class _Limits:
     is_silent: bool
     limits: Tensor
     levels: Tensor
+    clean: Tensor
     signs: Tensor | None
     masks: dict[SlotRole, Tensor]
 
@@ -172,13 +181,11 @@ class _Limits:
         if self.is_silent:
             return None
         used = len(page.sources)
-        values, limits, levels = page.values, self.limits, self.levels
-        if used < len(values):
-            values = values[:used]
+        values, limits, levels = page.first(used), self.limits, self.levels
         if used < self.used:
             limits, levels = limits[:, :used], levels[:, :used]
         within = (values if self.signs is None else values * self.signs) <= limits  # False for a NaN
-        severity = levels.masked_fill(within, 0).amax()
+        severity = torch.where(within, self.clean, levels).max()  # faster than `amax`, and than `masked_fill`
         bad = {role: (within[0].logical_not() & mask[:used]).any() for role, mask in self.masks.items()}
         return severity, bad
 

@@ -12,7 +12,7 @@ import enum
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,32 +86,35 @@ class SlotPage:
     Args:
         device: of the tensors that are reduced into it.
         dtype: of these tensors, and so of the slots.
-        width: numbers in a slot: 2, or 1 for screens.
 
     Attributes:
-        values: the slots, shape (capacity, width).
+        values: the slots, shape (capacity, width): minimum and maximum, or of a `ScreenPage` one number.
         sources: one per slot in use.
         layout: a number that changes whenever a slot gets another role than it had in the step before.
     """
 
-    __slots__ = ("_orders", "_outs", "_ranges", "_ring", "_roles", "layout", "sources", "values")
+    __slots__ = ("_firsts", "_orders", "_outs", "_ring", "_roles", "layout", "sources", "values")
+    width: ClassVar[int] = 2
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, width: int = 2) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         # - Slots in use; the number of sources is the number of slots. New lists after each step, since the ring keeps
         # the old ones
-        self.values = torch.zeros(_FIRST_CAPACITY, width, device=device, dtype=dtype)
         self.sources: list[Any] = []
         self._orders: list[int] = []
 
         # - Made once, not per step: views into `values` for ``out=``, and the roles, which are mostly those of the step
         # before. `layout` lets `SeverityReducer` see that they are not, without comparing them
-        self._outs = _slot_views(self.values)
-        self._ranges: dict[tuple[int, int], Tensor] = {}
+        self._use(torch.zeros(_FIRST_CAPACITY, self.width, device=device, dtype=dtype))
         self._roles: list[SlotRole] = []
         self.layout = 0
 
         # - Values of earlier steps by their position in the ring
         self._ring: dict[int, Tensor] = {}
+
+    def _use(self, values: Tensor) -> None:
+        self.values = values
+        self._outs = [(row[0], row[1]) for row in values.unbind()] if self.width == 2 else []
+        self._firsts: dict[int, Tensor] = {}
 
     def reduce(self, plain: Tensor, order: int, role: SlotRole, source: Any) -> None:
         """Reduce a tensor into the next slot: one kernel, no host read, no temporary of the tensor's size.
@@ -136,8 +139,83 @@ class SlotPage:
             roles[index] = role
             self.layout += 1
 
+    def fill(self, values: Tensor, order: int, sources: list[Any]) -> None:
+        """Take over slots that were filled elsewhere, as evidence; one copy.
+
+        A page holds slots of this kind or reduces its own, never both: the roles of all are overwritten here.
+
+        Args:
+            values: shape (slots, 2).
+            order: execution order, the same for all.
+            sources: one per slot.
+        """
+        first = len(self.sources)
+        while first + len(values) > len(self.values):
+            self._grow()
+        self.values[first : first + len(values)].copy_(values)
+        self.sources += sources
+        self._orders += [order] * len(sources)
+        self._roles = [SlotRole.EVIDENCE] * len(self.sources)
+
+    def first(self, used: int) -> Tensor:
+        """The first slots, shape (used, width): a view that is made once."""
+        found = self._firsts.get(used)
+        if found is None:
+            found = self._firsts[used] = self.values[:used]
+        return found
+
+    def roles(self) -> list[SlotRole]:
+        """The role of each slot in use."""
+        return self._roles[: len(self.sources)]
+
+    def _grow(self) -> None:
+        larger = self.values.new_zeros(2 * len(self.values), self.width)
+        larger[: len(self.values)].copy_(self.values)
+        self._use(larger)
+
+    def slots(self) -> SlotTable:
+        """The slots in use; ``values`` is not copied and is overwritten by the next step."""
+        return SlotTable(self.values, self._orders, self.roles(), self.sources)
+
+    def push_history(self, turn: int) -> SlotTable:
+        """Put the slots in use at position ``turn`` of the ring and empty the page; at most one device copy."""
+        table = self.slots()._replace(values=self._handed_over(turn))
+        self.discard()
+        return table
+
+    def _handed_over(self, turn: int) -> Tensor:
+        used = len(self.sources)
+        # a position keeps its memory from round to round, so that a steady loop allocates nothing
+        copied = self._ring.get(turn)
+        if copied is None or len(copied) < used:
+            copied = self._ring[turn] = torch.zeros_like(self.values)
+        copied[:used].copy_(self.first(used))
+        return copied
+
+    def discard(self) -> None:
+        """Empty the page; its memory and the roles of its slots stay for the next step."""
+        self.sources, self._orders = [], []
+
+
+class ScreenPage(SlotPage):
+    """Slots of screens: one number each, written by the caller.
+
+    Nothing is copied into the ring: the page goes on in the memory of the step that leaves it, whose views it keeps.
+    """
+
+    __slots__ = ("_ranges", "_spare")
+    width: ClassVar[int] = 1
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(device, dtype)
+        self._spare: dict[int, tuple[Tensor, dict[int, Tensor], dict[tuple[int, int], Tensor]]] = {}
+
+    def _use(self, values: Tensor) -> None:
+        super()._use(values)
+        self._ranges: dict[tuple[int, int], Tensor] = {}
+
     def reserve(self, count: int) -> Tensor:
-        """The next slots of a page of screens, shape (count,), for the caller to write into; then `take` them."""
+        """The next slots, shape (count,), for the caller to write into; then `take` them."""
         first = len(self.sources)
         while first + count > len(self.values):
             self._grow()
@@ -161,56 +239,14 @@ class SlotPage:
             self._roles[first : first + len(roles)] = roles
             self.layout += 1
 
-    def fill(self, values: Tensor, order: int, sources: list[Any]) -> None:
-        """Take over slots that were filled elsewhere, as evidence; one copy.
-
-        A page holds slots of this kind or reduces its own, never both: the roles of all are overwritten here.
-
-        Args:
-            values: shape (slots, 2).
-            order: execution order, the same for all.
-            sources: one per slot.
-        """
-        first = len(self.sources)
-        while first + len(values) > len(self.values):
-            self._grow()
-        self.values[first : first + len(values)].copy_(values)
-        self.sources += sources
-        self._orders += [order] * len(sources)
-        self._roles = [SlotRole.EVIDENCE] * len(self.sources)
-
-    def roles(self) -> list[SlotRole]:
-        """The role of each slot in use."""
-        return self._roles[: len(self.sources)]
-
-    def _grow(self) -> None:
-        larger = self.values.new_zeros(2 * len(self.values), self.values.shape[1])
-        larger[: len(self.values)].copy_(self.values)
-        self.values, self._outs, self._ranges = larger, _slot_views(larger), {}
-
-    def slots(self) -> SlotTable:
-        """The slots in use; ``values`` is not copied and is overwritten by the next step."""
-        return SlotTable(self.values, self._orders, self.roles(), self.sources)
-
-    def push_history(self, turn: int) -> SlotTable:
-        """Copy the slots in use to position ``turn`` of the ring and empty the page; one device copy."""
-        used = len(self.sources)
-        # a position keeps its memory from round to round, so that a steady loop allocates nothing
-        copied = self._ring.get(turn)
-        if copied is None or len(copied) < used:
-            copied = self._ring[turn] = torch.zeros_like(self.values)
-        copied[:used].copy_(self.values[:used])
-        table = self.slots()._replace(values=copied)
-        self.discard()
-        return table
-
-    def discard(self) -> None:
-        """Empty the page; its memory and the roles of its slots stay for the next step."""
-        self.sources, self._orders = [], []
-
-
-def _slot_views(values: Tensor) -> list[tuple[Tensor, Tensor]]:
-    return [(row[0], row[1]) for row in values.unbind()] if values.shape[1] == 2 else []
+    def _handed_over(self, turn: int) -> Tensor:
+        values, spare = self.values, self._spare.get(turn)
+        self._spare[turn] = (values, self._firsts, self._ranges)
+        if spare is not None and len(spare[0]) == len(values):
+            self.values, self._firsts, self._ranges = spare
+        else:
+            self._use(torch.zeros_like(values))
+        return values
 
 
 @dataclass(frozen=True)
@@ -252,6 +288,7 @@ class SlotBuffer:
         # - The open window: pages by (device, dtype), and with "screen" those of screens; by device alone for slots
         # that compiled code filled: those are float64 whatever the dtype of what they saw
         self._pages: dict[object, SlotPage] = {}
+        self._screen_pages: dict[tuple[torch.device, torch.dtype], ScreenPage] = {}
         self.order = 0
 
         # - Set from outside: most jobs compile nothing
@@ -309,12 +346,12 @@ class SlotBuffer:
         page.take(range(self.order + 1, self.order + 1 + len(sources)), roles, sources)
         self.order += len(sources)
 
-    def screen_page(self, device: torch.device, dtype: torch.dtype) -> SlotPage:
+    def screen_page(self, device: torch.device, dtype: torch.dtype) -> ScreenPage:
         """The page for norms of this dtype."""
-        key = (device, dtype, "screen")
-        page = self._pages.get(key)
+        key = (device, dtype)
+        page = self._screen_pages.get(key)
         if page is None:
-            page = self._pages[key] = SlotPage(device, dtype, width=1)
+            page = self._pages[key, "screen"] = self._screen_pages[key] = ScreenPage(device, dtype)
         return page
 
     def _page(self, tensor: Tensor) -> SlotPage:
@@ -333,7 +370,7 @@ class SlotBuffer:
         return self.expand_compiled(_sorted_stats(page.slots() for page in self._pages.values()))
 
     def push_history(self, step: int) -> PastStep:
-        """Move the slots of a clean step into the ring; one device copy per page, no host read."""
+        """Move the slots of a clean step into the ring; at most one device copy per page, no host read."""
         tables = tuple(page.push_history(self._turn) for page in self.pages())
         past = self._past[self._turn] = PastStep(step, tables, self.expand_compiled)
         self._turn = (self._turn + 1) % self.history
