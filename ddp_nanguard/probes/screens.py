@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ddp_nanguard.tensors.minmax import is_plain
 
-from .slots import SlotBuffer, SlotRole
+from .slots import SlotBuffer, SlotGroup, SlotRole
 
 ROW_SIZE, MIN_ROWS = 4096, 8
 """On a CPU, so many tensors of one shape, of up to so many elements, are copied side by side and reduced as rows."""
@@ -64,23 +64,21 @@ class _Group:
         # in its own dtype the norm of float16 is infinite from 65504 on
         self._dtype = torch.float32 if dtype is torch.float16 and self._are_rows else dtype
         self._order = 2.0 if self._device.type == "cpu" else math.inf
-        self._pick = itemgetter(*indices) if len(indices) > 1 else None
+        only = indices[0]
+        self._pick: Callable[[Any], Any] = itemgetter(*indices) if len(indices) > 1 else lambda them: (them[only],)
         self._is_all = len(indices) == len(sources)
 
     def look(self, slots: SlotBuffer, tensors: Any, orders: Sequence[int]) -> None:
         """Reduce the group's share of ``tensors`` into slots; raises where a tensor is of another kind by now."""
         if not self._is_all:
-            tensors, orders = self._picked(tensors), self._picked(orders)
+            tensors = self._pick(tensors)
         page = slots.screen_page(self._device, self._dtype)
         out = page.reserve(len(self.indices))
         if self._are_rows:
             _vector_norm(torch.stack(tensors).reshape(len(tensors), -1), 2.0, 1, dtype=self._dtype, out=out)
         else:
             torch.stack(_foreach_norm(tensors, self._order), out=out)
-        page.take(orders, self._roles, self._sources)
-
-    def _picked(self, values: Sequence[Any]) -> Sequence[Any]:
-        return self._pick(values) if self._pick is not None else (values[self.indices[0]],)
+        page.take(SlotGroup(orders, None if self._is_all else self.indices, self._roles, self._sources))
 
 
 class Screen:

@@ -47,9 +47,10 @@ class SeverityReducer:
         self._slots = slots
         self._device = device
         self._has_scaler = has_scaler
-        # The limits of a page are a host-to-device copy, so they are made only when its layout changes. The second dict
-        # keeps those of earlier layouts: loops that alternate between two kinds of steps need both again and again
-        self._limits: dict[SlotPage, _Limits] = {}
+        # The limits of a page are a host-to-device copy, so they are made only when its layout changes: by its number of
+        # slots. The second dict keeps those of earlier layouts: loops that alternate between two kinds of steps need
+        # both again and again
+        self._limits: dict[tuple[SlotPage, int], _Limits] = {}
         self._cached_limits: dict[tuple[SlotPage, tuple[SlotRole, ...]], _Limits] = {}
 
     def severity(self, as_found_inf: Severity) -> Tensor:
@@ -75,9 +76,12 @@ class SeverityReducer:
         return flags[SlotRole.OUTPUT] * flags[SlotRole.GRADIENT] * int(Severity.FAULT)
 
     def _limits_of(self, page: SlotPage) -> _Limits:
-        limits = self._limits.get(page)
-        if limits is None or limits.layout != page.layout or limits.used < len(page.sources):
-            limits = self._limits[page] = self._cached(page)
+        key = (page, page.used)
+        limits = self._limits.get(key)
+        if limits is None or limits.layout != page.layout:
+            if len(self._limits) >= _MAX_CACHED_LIMITS:
+                self._limits.clear()
+            limits = self._limits[key] = self._cached(page)
         return limits
 
     def _cached(self, page: SlotPage) -> _Limits:
@@ -107,7 +111,6 @@ class SeverityReducer:
         distinguished = (SlotRole.OUTPUT, SlotRole.GRADIENT) if self._has_scaler else ()
         return _Limits(
             layout=page.layout,
-            used=len(roles),
             is_silent=all(role in self._unread() for role in roles),
             limits=torch.tensor(limits, dtype=dtype, device=device),
             levels=torch.tensor(levels, dtype=torch.int64, device=device).unsqueeze(2).repeat(1, 1, width),
@@ -154,7 +157,6 @@ class _Limits:
 
     Attributes:
         layout: of the page when these were made; another one makes them stale.
-        used: number of slots that they cover; a step that fills fewer uses the first of them.
         is_silent: whether no role on the page can change the verdict.
         limits: shape (2, used, width): beyond the first a slot is bad, beyond the second worth a warning.
         levels: int64, shape (2, used, width): the severity of a slot beyond that limit.
@@ -165,7 +167,6 @@ class _Limits:
     """
 
     layout: int
-    used: int
     is_silent: bool
     limits: Tensor
     levels: Tensor
@@ -180,13 +181,10 @@ class _Limits:
         """
         if self.is_silent:
             return None
-        used = len(page.sources)
-        values, limits, levels = page.first(used), self.limits, self.levels
-        if used < self.used:
-            limits, levels = limits[:, :used], levels[:, :used]
-        within = (values if self.signs is None else values * self.signs) <= limits  # False for a NaN
-        severity = torch.where(within, self.clean, levels).max()  # faster than `amax`, and than `masked_fill`
-        bad = {role: (within[0].logical_not() & mask[:used]).any() for role, mask in self.masks.items()}
+        values = page.filled()
+        within = (values if self.signs is None else values * self.signs) <= self.limits  # False for a NaN
+        severity = torch.where(within, self.clean, self.levels).max()  # faster than `masked_fill` and `amax`
+        bad = {role: (within[0].logical_not() & mask).any() for role, mask in self.masks.items()}
         return severity, bad
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -68,16 +68,31 @@ class SlotStats(NamedTuple):
     is_screen: bool = False
 
 
-class SlotTable(NamedTuple):
-    """Filled slots, still on the device: values, shape (slots or more, 2 or 1), and the order, role and source of each.
+class SlotGroup(NamedTuple):
+    """What lies in slots that follow each other; no object per slot, which the garbage collector would have to follow.
 
-    Three lists side by side and no object per slot, which the garbage collector would have to follow.
+    Attributes:
+        orders: execution orders.
+        picked: the positions in ``orders`` of these slots; None: ``orders`` has one for each.
+        roles, sources: one per slot.
     """
 
-    values: Tensor
-    orders: list[int]
+    orders: Sequence[int]
+    picked: Sequence[int] | None
     roles: list[SlotRole]
     sources: list[Any]
+
+    def in_slots(self) -> Iterable[tuple[int, SlotRole, Any]]:
+        """Order, role and source of each slot."""
+        orders = self.orders if self.picked is None else [self.orders[index] for index in self.picked]
+        return zip(orders, self.roles, self.sources, strict=True)
+
+
+class SlotTable(NamedTuple):
+    """Filled slots, still on the device: values, shape (slots or more, 2 or 1), and what lies in them."""
+
+    values: Tensor
+    groups: list[SlotGroup]
 
 
 class SlotPage:
@@ -89,17 +104,17 @@ class SlotPage:
 
     Attributes:
         values: the slots, shape (capacity, width): minimum and maximum, or of a `ScreenPage` one number.
-        sources: one per slot in use.
+        used: number of slots in use.
         layout: a number that changes whenever a slot gets another role than it had in the step before.
     """
 
-    __slots__ = ("_firsts", "_orders", "_outs", "_ring", "_roles", "layout", "sources", "values")
+    __slots__ = ("_firsts", "_orders", "_outs", "_ring", "_roles", "_sources", "layout", "used", "values")
     width: ClassVar[int] = 2
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        # - Slots in use; the number of sources is the number of slots. New lists after each step, since the ring keeps
-        # the old ones
-        self.sources: list[Any] = []
+        # - Slots in use. New lists after each step, since the ring keeps the old ones
+        self.used = 0
+        self._sources: list[Any] = []
         self._orders: list[int] = []
 
         # - Made once, not per step: views into `values` for ``out=``, and the roles, which are mostly those of the step
@@ -125,12 +140,12 @@ class SlotPage:
             role: what the slot counts for.
             source: what the tensor is.
         """
-        sources, roles = self.sources, self._roles
-        index = len(sources)
+        roles, index = self._roles, self.used
         if index == len(self._outs):
             self._grow()
         _aminmax(plain, out=self._outs[index])
-        sources.append(source)
+        self.used = index + 1
+        self._sources.append(source)
         self._orders.append(order)
         if index == len(roles):
             roles.append(role)
@@ -149,24 +164,25 @@ class SlotPage:
             order: execution order, the same for all.
             sources: one per slot.
         """
-        first = len(self.sources)
+        first = self.used
         while first + len(values) > len(self.values):
             self._grow()
         self.values[first : first + len(values)].copy_(values)
-        self.sources += sources
+        self.used += len(sources)
+        self._sources += sources
         self._orders += [order] * len(sources)
-        self._roles = [SlotRole.EVIDENCE] * len(self.sources)
+        self._roles = [SlotRole.EVIDENCE] * self.used
 
-    def first(self, used: int) -> Tensor:
-        """The first slots, shape (used, width): a view that is made once."""
-        found = self._firsts.get(used)
+    def filled(self) -> Tensor:
+        """The slots in use, shape (used, width): a view that is made once."""
+        found = self._firsts.get(self.used)
         if found is None:
-            found = self._firsts[used] = self.values[:used]
+            found = self._firsts[self.used] = self.values[: self.used]
         return found
 
     def roles(self) -> list[SlotRole]:
         """The role of each slot in use."""
-        return self._roles[: len(self.sources)]
+        return self._roles[: self.used]
 
     def _grow(self) -> None:
         larger = self.values.new_zeros(2 * len(self.values), self.width)
@@ -175,26 +191,29 @@ class SlotPage:
 
     def slots(self) -> SlotTable:
         """The slots in use; ``values`` is not copied and is overwritten by the next step."""
-        return SlotTable(self.values, self._orders, self.roles(), self.sources)
+        return SlotTable(self.values, self._groups())
+
+    def _groups(self) -> list[SlotGroup]:
+        return [SlotGroup(self._orders, None, self.roles(), self._sources)]
 
     def push_history(self, turn: int) -> SlotTable:
         """Put the slots in use at position ``turn`` of the ring and empty the page; at most one device copy."""
-        table = self.slots()._replace(values=self._handed_over(turn))
+        table = SlotTable(self._handed_over(turn), self._groups())
         self.discard()
         return table
 
     def _handed_over(self, turn: int) -> Tensor:
-        used = len(self.sources)
         # a position keeps its memory from round to round, so that a steady loop allocates nothing
         copied = self._ring.get(turn)
-        if copied is None or len(copied) < used:
+        if copied is None or len(copied) < self.used:
             copied = self._ring[turn] = torch.zeros_like(self.values)
-        copied[:used].copy_(self.first(used))
+        copied[: self.used].copy_(self.filled())
         return copied
 
     def discard(self) -> None:
         """Empty the page; its memory and the roles of its slots stay for the next step."""
-        self.sources, self._orders = [], []
+        self.used = 0
+        self._sources, self._orders = [], []
 
 
 class ScreenPage(SlotPage):
@@ -203,11 +222,17 @@ class ScreenPage(SlotPage):
     Nothing is copied into the ring: the page goes on in the memory of the step that leaves it, whose views it keeps.
     """
 
-    __slots__ = ("_ranges", "_spare")
+    __slots__ = ("_last_roles", "_ranges", "_screens", "_spare")
     width: ClassVar[int] = 1
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(device, dtype)
+        # - Groups in use, and the roles of those of the step before. A screen hands in the same list in each step, so
+        # that no step has to compare them one by one
+        self._screens: list[SlotGroup] = []
+        self._last_roles: list[list[SlotRole]] = []
+
+        # - By position in the ring, memory and views of the step that lies there
         self._spare: dict[int, tuple[Tensor, dict[int, Tensor], dict[tuple[int, int], Tensor]]] = {}
 
     def _use(self, values: Tensor) -> None:
@@ -216,28 +241,35 @@ class ScreenPage(SlotPage):
 
     def reserve(self, count: int) -> Tensor:
         """The next slots, shape (count,), for the caller to write into; then `take` them."""
-        first = len(self.sources)
-        while first + count > len(self.values):
-            self._grow()
-        found = self._ranges.get((first, count))
+        found = self._ranges.get((self.used, count))
         if found is None:
-            found = self._ranges[first, count] = self.values.view(-1)[first : first + count]
+            while self.used + count > len(self.values):
+                self._grow()
+            found = self._ranges[self.used, count] = self.values.view(-1)[self.used : self.used + count]
         return found
 
-    def take(self, orders: Sequence[int], roles: list[SlotRole], sources: list[Any]) -> None:
-        """Put the slots that `reserve` gave in use.
-
-        Args:
-            orders: execution orders.
-            roles: what each counts for.
-            sources: what was looked at.
-        """
-        first = len(self.sources)
-        self.sources += sources
-        self._orders += orders
-        if self._roles[first : first + len(roles)] != roles:
-            self._roles[first : first + len(roles)] = roles
+    def take(self, group: SlotGroup) -> None:
+        """Put the slots that `reserve` gave in use."""
+        index, roles, last = len(self._screens), group.roles, self._last_roles
+        self._screens.append(group)
+        self.used += len(roles)
+        if index == len(last):
+            last.append(roles)
             self.layout += 1
+        elif last[index] is not roles:
+            self.layout += len(last[index]) != len(roles) or last[index] != roles
+            last[index] = roles
+
+    def roles(self) -> list[SlotRole]:
+        """The role of each slot in use."""
+        return [role for group in self._screens for role in group.roles]
+
+    def _groups(self) -> list[SlotGroup]:
+        return self._screens
+
+    def discard(self) -> None:
+        """As of any page."""
+        self.used, self._screens = 0, []
 
     def _handed_over(self, turn: int) -> Tensor:
         values, spare = self.values, self._spare.get(turn)
@@ -343,7 +375,7 @@ class SlotBuffer:
         """Take over norms that were made elsewhere, shape (slots,), as screens; one copy, no host read."""
         page = self.screen_page(norms.device, norms.dtype)
         page.reserve(len(sources)).copy_(norms)
-        page.take(range(self.order + 1, self.order + 1 + len(sources)), roles, sources)
+        page.take(SlotGroup(range(self.order + 1, self.order + 1 + len(sources)), None, roles, sources))
         self.order += len(sources)
 
     def screen_page(self, device: torch.device, dtype: torch.dtype) -> ScreenPage:
@@ -363,7 +395,7 @@ class SlotBuffer:
 
     def pages(self) -> list[SlotPage]:
         """The pages that have slots in use."""
-        return [page for page in self._pages.values() if page.sources]
+        return [page for page in self._pages.values() if page.used]
 
     def slot_stats(self) -> list[SlotStats]:
         """The slots of the open window, in execution order. Host sync: one per page."""
@@ -394,12 +426,13 @@ class SlotBuffer:
 
 
 def _sorted_stats(pages: Iterable[SlotTable]) -> list[SlotStats]:
-    found = [
-        SlotStats(order, source, role, *(numbers if len(numbers) == 2 else (-numbers[0], numbers[0], True)))
-        for values, orders, roles, sources in pages
-        for order, role, source, numbers in zip(orders, roles, sources, values[: len(sources)].tolist(), strict=True)
-    ]
-    return sorted(found, key=lambda stats: stats.order)
+    return sorted((stats for page in pages for stats in _stats(page)), key=lambda stats: stats.order)
+
+
+def _stats(page: SlotTable) -> Iterator[SlotStats]:
+    slots = [slot for group in page.groups for slot in group.in_slots()]
+    for (order, role, source), numbers in zip(slots, page.values[: len(slots)].tolist(), strict=True):
+        yield SlotStats(order, source, role, *(numbers if len(numbers) == 2 else (-numbers[0], numbers[0], True)))
 
 
 def _as_they_are(slot_stats: list[SlotStats]) -> list[SlotStats]:
