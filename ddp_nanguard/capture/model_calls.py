@@ -174,8 +174,7 @@ class ModelCalls:
             is_step,
             caller=_users_position(),
         )
-        named = {"args": kept_args, "kwargs": kept_kwargs}
-        found = enumerate(named_tensors_in(named))
+        found = enumerate(named_tensors_in((kept_args, kept_kwargs) if kept_kwargs else (kept_args,)))
         call._arguments = [_Argument(path, tensor, index < MAX_FINGERPRINTS) for index, (path, tensor) in found]
         self.events.append(call)
         self._open.append(call)

@@ -47,8 +47,8 @@ class SeverityReducer:
         self._slots = slots
         self._device = device
         self._has_scaler = has_scaler
-        # The limits of a page are a host-to-device copy, so they are made only when its layout changes: by its number of
-        # slots. The second dict keeps those of earlier layouts: loops that alternate between two kinds of steps need
+        # The limits of a page are a host-to-device copy, so they are made only when its layout or its number of slots
+        # changes. The second dict keeps those of earlier layouts: loops that alternate between two kinds of steps need
         # both again and again
         self._limits: dict[tuple[SlotPage, int], _Limits] = {}
         self._cached_limits: dict[tuple[SlotPage, tuple[SlotRole, ...]], _Limits] = {}

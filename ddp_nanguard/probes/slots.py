@@ -95,6 +95,23 @@ class SlotTable(NamedTuple):
     groups: list[SlotGroup]
 
 
+class PageViews:
+    """Views into the memory of a page, made when they are first needed.
+
+    Attributes:
+        outs: minimum and maximum of each slot, for ``out=``.
+        firsts: by their number, the first slots.
+        ranges: by the first slot and the number of slots, as one row.
+    """
+
+    __slots__ = ("firsts", "outs", "ranges")
+
+    def __init__(self) -> None:
+        self.outs: list[tuple[Tensor, Tensor]] = []
+        self.firsts: dict[int, Tensor] = {}
+        self.ranges: dict[tuple[int, int], Tensor] = {}
+
+
 class SlotPage:
     """Slots of one device and dtype, in the order in which they were filled; grows by doubling.
 
@@ -108,7 +125,7 @@ class SlotPage:
         layout: a number that changes whenever a slot gets another role than it had in the step before.
     """
 
-    __slots__ = ("_firsts", "_orders", "_outs", "_ring", "_roles", "_sources", "layout", "used", "values")
+    __slots__ = ("_orders", "_ring", "_roles", "_sources", "_views", "layout", "used", "values")
     width: ClassVar[int] = 2
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -117,19 +134,18 @@ class SlotPage:
         self._sources: list[Any] = []
         self._orders: list[int] = []
 
-        # - Made once, not per step: views into `values` for ``out=``, and the roles, which are mostly those of the step
-        # before. `layout` lets `SeverityReducer` see that they are not, without comparing them
+        # - Made once, not per step: views into `values`, and the roles, which are mostly those of the step before.
+        # `layout` lets `SeverityReducer` see that they are not, without comparing them
         self._use(torch.zeros(_FIRST_CAPACITY, self.width, device=device, dtype=dtype))
         self._roles: list[SlotRole] = []
         self.layout = 0
 
-        # - Values of earlier steps by their position in the ring
-        self._ring: dict[int, Tensor] = {}
+        # - Values of earlier steps and views into them, by their position in the ring: a steady loop allocates nothing
+        self._ring: dict[int, tuple[Tensor, PageViews]] = {}
 
     def _use(self, values: Tensor) -> None:
         self.values = values
-        self._outs = [(row[0], row[1]) for row in values.unbind()] if self.width == 2 else []
-        self._firsts: dict[int, Tensor] = {}
+        self._views = PageViews()
 
     def reduce(self, plain: Tensor, order: int, role: SlotRole, source: Any) -> None:
         """Reduce a tensor into the next slot: one kernel, no host read, no temporary of the tensor's size.
@@ -141,9 +157,11 @@ class SlotPage:
             source: what the tensor is.
         """
         roles, index = self._roles, self.used
-        if index == len(self._outs):
-            self._grow()
-        _aminmax(plain, out=self._outs[index])
+        outs = self._views.outs
+        if index == len(outs):
+            self._add_out(index)
+            outs = self._views.outs
+        _aminmax(plain, out=outs[index])
         self.used = index + 1
         self._sources.append(source)
         self._orders.append(order)
@@ -175,14 +193,20 @@ class SlotPage:
 
     def filled(self) -> Tensor:
         """The slots in use, shape (used, width): a view that is made once."""
-        found = self._firsts.get(self.used)
+        found = self._views.firsts.get(self.used)
         if found is None:
-            found = self._firsts[self.used] = self.values[: self.used]
+            found = self._views.firsts[self.used] = self.values[: self.used]
         return found
 
     def roles(self) -> list[SlotRole]:
         """The role of each slot in use."""
         return self._roles[: self.used]
+
+    def _add_out(self, index: int) -> None:
+        if index == len(self.values):
+            self._grow()
+        made = len(self._views.outs)
+        self._views.outs += [(row[0], row[1]) for row in self.values[made : index + 1].unbind()]
 
     def _grow(self) -> None:
         larger = self.values.new_zeros(2 * len(self.values), self.width)
@@ -203,12 +227,20 @@ class SlotPage:
         return table
 
     def _handed_over(self, turn: int) -> Tensor:
-        # a position keeps its memory from round to round, so that a steady loop allocates nothing
-        copied = self._ring.get(turn)
-        if copied is None or len(copied) < self.used:
-            copied = self._ring[turn] = torch.zeros_like(self.values)
-        copied[: self.used].copy_(self.filled())
-        return copied
+        """The memory with the values of this step; the page goes on in that of the step that leaves the ring.
+
+        Each has views of its own. A page of many slots copies its values instead, since it has a view for each of them.
+        """
+        left = self._ring.get(turn)
+        fits = left is not None and len(left[0]) == len(self.values)
+        values, views = left if left is not None and fits else (torch.zeros_like(self.values), PageViews())
+        if len(self._views.outs) > _FIRST_CAPACITY:
+            self._ring[turn] = values, views
+            values[: self.used].copy_(self.filled())
+            return values
+        self._ring[turn] = handed = self.values, self._views
+        self.values, self._views = values, views
+        return handed[0]
 
     def discard(self) -> None:
         """Empty the page; its memory and the roles of its slots stay for the next step."""
@@ -217,12 +249,9 @@ class SlotPage:
 
 
 class ScreenPage(SlotPage):
-    """Slots of screens: one number each, written by the caller.
+    """Slots of screens: one number each, written by the caller."""
 
-    Nothing is copied into the ring: the page goes on in the memory of the step that leaves it, whose views it keeps.
-    """
-
-    __slots__ = ("_last_roles", "_ranges", "_screens", "_spare")
+    __slots__ = ("_last_roles", "_screens")
     width: ClassVar[int] = 1
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -232,20 +261,13 @@ class ScreenPage(SlotPage):
         self._screens: list[SlotGroup] = []
         self._last_roles: list[list[SlotRole]] = []
 
-        # - By position in the ring, memory and views of the step that lies there
-        self._spare: dict[int, tuple[Tensor, dict[int, Tensor], dict[tuple[int, int], Tensor]]] = {}
-
-    def _use(self, values: Tensor) -> None:
-        super()._use(values)
-        self._ranges: dict[tuple[int, int], Tensor] = {}
-
     def reserve(self, count: int) -> Tensor:
         """The next slots, shape (count,), for the caller to write into; then `take` them."""
-        found = self._ranges.get((self.used, count))
+        found = self._views.ranges.get((self.used, count))
         if found is None:
             while self.used + count > len(self.values):
                 self._grow()
-            found = self._ranges[self.used, count] = self.values.view(-1)[self.used : self.used + count]
+            found = self._views.ranges[self.used, count] = self.values.view(-1)[self.used : self.used + count]
         return found
 
     def take(self, group: SlotGroup) -> None:
@@ -270,15 +292,6 @@ class ScreenPage(SlotPage):
     def discard(self) -> None:
         """As of any page."""
         self.used, self._screens = 0, []
-
-    def _handed_over(self, turn: int) -> Tensor:
-        values, spare = self.values, self._spare.get(turn)
-        self._spare[turn] = (values, self._firsts, self._ranges)
-        if spare is not None and len(spare[0]) == len(values):
-            self.values, self._firsts, self._ranges = spare
-        else:
-            self._use(torch.zeros_like(values))
-        return values
 
 
 @dataclass(frozen=True)
