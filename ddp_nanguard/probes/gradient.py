@@ -288,6 +288,10 @@ class GradientProbe:
         index = names.index(name)
         return None if index in self._seen.changed(names, gradients) else self._local(gradients[index])
 
+    def begin_root(self) -> None:
+        """A forward begins: from now on the loop alone decides how long its gradients live."""
+        self._seen.loosen()
+
     def release_window(self) -> None:
         """Forget which gradients were checked or are pending: the window is over."""
         self._seen = _Seen()
@@ -298,31 +302,40 @@ class GradientProbe:
 
 
 class _Seen:
-    """Which gradients were looked at in the window, and at which version."""
+    """Which gradients were looked at in the window, and at which version.
+
+    They are held until the verdict or the next forward, and only then by weak references, which take longer to make than
+    all else here: the loop may drop its gradients before the verdict, and a forward needs the memory.
+    """
 
     def __init__(self) -> None:
-        # weak, for the loop may drop its gradients before the verdict
         self._names: tuple[str, ...] = ()
+        self._held: Sequence[Tensor] = ()
         self._references: list[weakref.ref[Tensor]] = []
         self._versions: list[int] = []
 
     def mark(self, names: tuple[str, ...], gradients: Sequence[Tensor]) -> None:
         """Note that all gradients that are there have been looked at."""
-        self._names, self._references, self._versions = names, list(map(weakref.ref, gradients)), _versions(gradients)
+        self._names, self._held, self._references, self._versions = names, gradients, [], _versions(gradients)
+
+    def loosen(self) -> None:
+        """Hold them by weak references from now on."""
+        if self._held:
+            self._references, self._held = list(map(weakref.ref, self._held)), ()
 
     def changed(self, names: tuple[str, ...], gradients: list[Tensor]) -> list[int]:
         """Indices of those that are others than those looked at, or were changed in place since."""
         versions = _versions(gradients)
-        is_same = names == self._names and versions == self._versions
-        if is_same and all(map(is_, [reference() for reference in self._references], gradients)):
+        seen = self._held or [reference() for reference in self._references]
+        if names == self._names and versions == self._versions and all(map(is_, seen, gradients)):
             return []
-        known = dict(zip(self._names, zip(self._references, self._versions, strict=True), strict=True))
+        known = dict(zip(self._names, zip(seen, self._versions, strict=True), strict=True))
         now = enumerate(zip(names, gradients, versions, strict=True))
         return [i for i, (name, g, version) in now if name not in known or not _is(g, version, *known[name])]
 
 
-def _is(gradient: Tensor, version: int, reference: weakref.ref[Tensor], seen_version: int) -> bool:
-    return reference() is gradient and version == seen_version
+def _is(gradient: Tensor, version: int, seen: Tensor | None, seen_version: int) -> bool:
+    return seen is gradient and version == seen_version
 
 
 def _versions(gradients: Sequence[Tensor]) -> list[int]:
