@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import is_, itemgetter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,16 @@ class TotalNormSource:
     """Source of a slot: the norm by which this rank's gradients were clipped."""
 
 
+class Queue(Protocol):
+    """Where hooks leave gradients of one backward pass; a `wrappers.base.GradientQueue`."""
+
+    graph_task: int
+    entries: list[Tensor]
+
+    def take(self) -> tuple[tuple[str, ...], list[Tensor]]:
+        """Names of parameters and their gradients, in the order of the hooks; empties and closes it."""
+
+
 class GradientProbe:
     """Watches the gradients of all parameters.
 
@@ -70,6 +80,8 @@ class GradientProbe:
 
     Attributes:
         micro_batch: index that local gradients are attributed to; None where it is not known.
+        queue: of the hooks, where nothing but parameters is watched in a backward pass and so no order is to be kept
+            between the two; else None.
     """
 
     def __init__(
@@ -85,6 +97,7 @@ class GradientProbe:
         self.slots = slots
         self.backward = backward
         self.micro_batch: int | None = 0
+        self.queue: Queue | None = None
         self._local = local
         self._is_ignored = is_ignored
         self._left_out = left_out
@@ -133,6 +146,8 @@ class GradientProbe:
             self._pending.append(gradient)
             self._pending_names.append(name)
             self._pending_orders.append(order)
+            if self.queue is not None and self._pending_bytes is None:
+                self.queue.graph_task = backward.graph_task
         else:
             self._probe_now(order, name, gradient)
 
@@ -141,6 +156,11 @@ class GradientProbe:
         gradients, orders, names = self._pending, self._pending_orders, tuple(self._pending_names)
         self._pending, self._pending_orders, self._pending_names = [], [], []
         self._bytes_left = self._pending_bytes or 0
+        if self.queue is not None and self.queue.entries:
+            queued_names, queued = self.queue.take()
+            gradients, names = gradients + queued, names + queued_names
+            orders += range(self.slots.order + 1, self.slots.order + 1 + len(queued))
+            self.slots.order += len(queued)
         if gradients:
             self._local_screen(names).look(self.slots, gradients, orders)
             in_order = self._all_in_order(names) if self._pending_bytes is None else None
@@ -296,6 +316,8 @@ class GradientProbe:
         """Forget which gradients were checked or are pending: the window is over."""
         self._seen = _Seen()
         self._pending, self._pending_orders, self._pending_names, self._local_looked = [], [], [], ()
+        if self.queue is not None and self.queue.entries:
+            self.queue.take()
 
     def _role(self, name: str) -> SlotRole:
         return SlotRole.LEFT_OUT if name in self._left_out else SlotRole.GRADIENT
@@ -304,8 +326,8 @@ class GradientProbe:
 class _Seen:
     """Which gradients were looked at in the window, and at which version.
 
-    They are held until the verdict or the next forward, and only then by weak references, which take longer to make than
-    all else here: the loop may drop its gradients before the verdict, and a forward needs the memory.
+    They are held until the verdict or the next forward, and from then on by weak references, which take longer to make
+    than all else here: the loop may drop its gradients before the verdict, and a forward needs the memory.
     """
 
     def __init__(self) -> None:
@@ -326,7 +348,7 @@ class _Seen:
     def changed(self, names: tuple[str, ...], gradients: list[Tensor]) -> list[int]:
         """Indices of those that are others than those looked at, or were changed in place since."""
         versions = _versions(gradients)
-        seen = self._held or [reference() for reference in self._references]
+        seen: Sequence[Tensor | None] = self._held or [reference() for reference in self._references]
         if names == self._names and versions == self._versions and all(map(is_, seen, gradients)):
             return []
         known = dict(zip(self._names, zip(seen, self._versions, strict=True), strict=True))
