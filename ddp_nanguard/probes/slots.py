@@ -100,7 +100,7 @@ class PageViews:
 
     Attributes:
         outs: minimum and maximum of each slot, for ``out=``.
-        firsts: by their number, the first slots.
+        firsts: by their number, the first slots as one row.
         ranges: by the first slot and the number of slots, as one row.
     """
 
@@ -122,14 +122,16 @@ class SlotPage:
     Attributes:
         values: the slots, shape (capacity, width): minimum and maximum, or of a `ScreenPage` one number.
         used: number of slots in use.
+        kind: device and dtype.
         layout: a number that changes whenever a slot gets another role than it had in the step before.
     """
 
-    __slots__ = ("_orders", "_ring", "_roles", "_sources", "_views", "layout", "used", "values")
+    __slots__ = ("_orders", "_ring", "_roles", "_sources", "_views", "kind", "layout", "used", "values")
     width: ClassVar[int] = 2
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         # - Slots in use. New lists after each step, since the ring keeps the old ones
+        self.kind = (device, dtype)
         self.used = 0
         self._sources: list[Any] = []
         self._orders: list[int] = []
@@ -192,10 +194,10 @@ class SlotPage:
         self._roles = [SlotRole.EVIDENCE] * self.used
 
     def filled(self) -> Tensor:
-        """The slots in use, shape (used, width): a view that is made once."""
+        """The slots in use, shape (used * width,): a view that is made once."""
         found = self._views.firsts.get(self.used)
         if found is None:
-            found = self._views.firsts[self.used] = self.values[: self.used]
+            found = self._views.firsts[self.used] = self.values.view(-1)[: self.used * self.width]
         return found
 
     def roles(self) -> list[SlotRole]:
@@ -236,7 +238,7 @@ class SlotPage:
         values, views = left if left is not None and fits else (torch.zeros_like(self.values), PageViews())
         if len(self._views.outs) > _FIRST_CAPACITY:
             self._ring[turn] = values, views
-            values[: self.used].copy_(self.filled())
+            values.view(-1)[: self.used * self.width].copy_(self.filled())
             return values
         self._ring[turn] = handed = self.values, self._views
         self.values, self._views = values, views
