@@ -285,9 +285,8 @@ def screen_of(tensor: Tensor) -> Tensor | None:
 
     One kernel, no host read, no collective.
     """
-    if type(tensor) is not Tensor:
-        tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
-    tensor = tensor.detach() if tensor.requires_grad else tensor
+    if tensor.requires_grad or type(tensor) is not Tensor:
+        tensor = getattr(tensor, "_local_tensor", tensor).detach()  # of a DTensor
     plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
     if not plain or tensor.is_meta or (tensor.is_floating_point() and tensor.element_size() == 1):
         return None  # torch sums no 8-bit floats
