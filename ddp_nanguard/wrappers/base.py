@@ -1,4 +1,10 @@
-"""`Wrapper`: the questions that the guard asks of a model, however it is wrapped. Nothing here communicates."""
+"""`Wrapper`: the questions that the guard asks of a model, however it is wrapped. Nothing here communicates.
+
+[Note: a queue of gradients]
+The hook of a parameter runs once per step, between two operators that leave it nothing in the cache. One hook object
+for all parameters, which leaves what it is given in a list, takes a third of the time of one per parameter that reports
+each gradient by its name.
+"""
 
 from __future__ import annotations
 
@@ -71,12 +77,7 @@ class GradientQueue:
 
 
 class LeafHook(WeakHook):
-    """Post-accumulate-grad hook of all parameters of a watch, to which it reports their gradients.
-
-    [Note: a queue of gradients]
-    It runs once per parameter and step, between two operators that leave it nothing in the cache: one object for all,
-    which leaves what it is given in a list, takes a third of the time of one per parameter that reports each by name.
-    """
+    """Post-accumulate-grad hook of all parameters of a watch, to which it reports their gradients."""
 
     __slots__ = ("queue",)
 
