@@ -189,7 +189,7 @@ class _Limits:
             return None
         values = pages[0].filled() if len(pages) == 1 else torch.cat([page.filled() for page in pages])
         within = (values if self.signs is None else values * self.signs) <= self.limits  # False for a NaN
-        severity = torch.where(within, self.clean, self.levels).max()  # faster than `masked_fill` and `amax`
+        severity = torch.where(within, self.clean, self.levels).max()  # faster than ``masked_fill`` and ``amax``
         bad = {role: (within[0].logical_not() & mask).any() for role, mask in self.masks.items()}
         return severity, bad
 
