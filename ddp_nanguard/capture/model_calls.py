@@ -161,8 +161,10 @@ class ModelCalls:
             torch_state: torch's random state now, where it is known.
         """
         if not self.events:
-            self._weight_versions = [_version(weight) for weight in self._weights]
-        kept_args, kept_kwargs = copy_containers(args, _same), copy_containers(kwargs, _same)
+            self._weight_versions = _versions(self._weights)
+        is_flat = not kwargs and all(type(arg) is Tensor for arg in args)  # the common case has no container to copy
+        kept_args = args if is_flat else copy_containers(args, _same)
+        kept_kwargs = {} if is_flat else copy_containers(kwargs, _same)
         call = ModelCall(
             function,
             kept_args,
@@ -174,7 +176,7 @@ class ModelCalls:
             is_step,
             caller=_users_position(),
         )
-        found = enumerate(named_tensors_in((kept_args, kept_kwargs) if kept_kwargs else (kept_args,)))
+        found = enumerate(_flat_paths(args) if is_flat else named_tensors_in((kept_args, kept_kwargs)))
         call._arguments = [_Argument(path, tensor, index < MAX_FINGERPRINTS) for index, (path, tensor) in found]
         self.events.append(call)
         self._open.append(call)
@@ -182,7 +184,7 @@ class ModelCalls:
 
     def weights_have_changed(self) -> bool:
         """Whether weights were written since the first call of the window, as far as their versions tell."""
-        return self._weight_versions != [_version(weight) for weight in self._weights]
+        return self._weight_versions != _versions(self._weights)
 
     def abandon(self) -> None:
         """The function that was called last has raised."""
@@ -314,6 +316,18 @@ def _fingerprint(tensor: Tensor) -> Tensor | None:
 
 def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
+
+
+def _flat_paths(args: tuple[Any, ...]) -> list[tuple[tuple[Any, ...], Tensor]]:
+    """As `named_tensors_in` of ``(args, kwargs)``, for arguments that are all tensors."""
+    return [((0, index), tensor) for index, tensor in enumerate(args)]
+
+
+def _versions(tensors: list[Tensor]) -> list[int]:
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # one of them is an inference tensor
+        return list(map(_version, tensors))
 
 
 def _same(tensor: Tensor) -> Tensor:

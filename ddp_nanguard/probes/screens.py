@@ -107,21 +107,24 @@ class Screen:
             tensors: one per source, local to this rank.
             orders: execution orders; default the next ones.
         """
+        if torch.is_grad_enabled():  # not so in a backward and at a verdict, and a context takes as long as a kernel
+            with torch.no_grad():
+                return self.look(slots, tensors, orders)
         if not self._keeps_all:
             tensors = [tensors[index] for index in self._kept]
             orders = None if orders is None else [orders[index] for index in self._kept]
         if orders is None:
             orders = range(slots.order + 1, slots.order + 1 + len(tensors))
             slots.order += len(tensors)
-        with torch.no_grad():
-            types = list(map(type, tensors))
-            if types != self._types:
-                self._plan(tensors, slots.exact)
-                self._types = types
-            for group in self._groups:
-                self._look_at(group, slots, tensors, orders)
-            for index in self._each:
-                slots.reduce(self._roles[index], tensors[index], self._sources[index], orders[index])
+        types = list(map(type, tensors))
+        if types != self._types:
+            self._plan(tensors, slots.exact)
+            self._types = types
+        for group in self._groups:
+            self._look_at(group, slots, tensors, orders)
+        for index in self._each:
+            slots.reduce(self._roles[index], tensors[index], self._sources[index], orders[index])
+        return None
 
     def _plan(self, tensors: Sequence[Tensor], exact: bool) -> None:
         found: dict[_Key | None, list[int]] = {}
