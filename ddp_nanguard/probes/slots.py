@@ -95,23 +95,6 @@ class SlotTable(NamedTuple):
     groups: list[SlotGroup]
 
 
-class PageViews:
-    """Views into the memory of a page, made when they are first needed.
-
-    Attributes:
-        outs: minimum and maximum of each slot, for ``out=``.
-        firsts: by their number, the first slots as one row.
-        ranges: by the first slot and the number of slots, as one row.
-    """
-
-    __slots__ = ("firsts", "outs", "ranges")
-
-    def __init__(self) -> None:
-        self.outs: list[tuple[Tensor, Tensor]] = []
-        self.firsts: dict[int, Tensor] = {}
-        self.ranges: dict[tuple[int, int], Tensor] = {}
-
-
 class SlotPage:
     """Slots of one device and dtype, in the order in which they were filled; grows by doubling.
 
@@ -126,7 +109,19 @@ class SlotPage:
         layout: a number that changes whenever a slot gets another role than it had in the step before.
     """
 
-    __slots__ = ("_orders", "_ring", "_roles", "_sources", "_views", "kind", "layout", "used", "values")
+    __slots__ = (
+        "_firsts",
+        "_orders",
+        "_outs",
+        "_ranges",
+        "_ring",
+        "_roles",
+        "_sources",
+        "kind",
+        "layout",
+        "used",
+        "values",
+    )
     width: ClassVar[int] = 2
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -142,12 +137,15 @@ class SlotPage:
         self._roles: list[SlotRole] = []
         self.layout = 0
 
-        # - Values of earlier steps and views into them, by their position in the ring: a steady loop allocates nothing
-        self._ring: dict[int, tuple[Tensor, PageViews]] = {}
+        # - Values of earlier steps by their position in the ring
+        self._ring: dict[int, Tensor] = {}
 
     def _use(self, values: Tensor) -> None:
+        """Take this memory; views into it are made when they are first needed: each slot, the first ones, a range."""
         self.values = values
-        self._views = PageViews()
+        self._outs: list[tuple[Tensor, Tensor]] = []
+        self._firsts: dict[int, Tensor] = {}
+        self._ranges: dict[tuple[int, int], Tensor] = {}
 
     def reduce(self, plain: Tensor, order: int, role: SlotRole, source: Any) -> None:
         """Reduce a tensor into the next slot: one kernel, no host read, no temporary of the tensor's size.
@@ -159,11 +157,9 @@ class SlotPage:
             source: what the tensor is.
         """
         roles, index = self._roles, self.used
-        outs = self._views.outs
-        if index == len(outs):
+        if index == len(self._outs):
             self._add_out(index)
-            outs = self._views.outs
-        _aminmax(plain, out=outs[index])
+        _aminmax(plain, out=self._outs[index])
         self.used = index + 1
         self._sources.append(source)
         self._orders.append(order)
@@ -195,9 +191,9 @@ class SlotPage:
 
     def filled(self) -> Tensor:
         """The slots in use, shape (used * width,): a view that is made once."""
-        found = self._views.firsts.get(self.used)
+        found = self._firsts.get(self.used)
         if found is None:
-            found = self._views.firsts[self.used] = self.values.view(-1)[: self.used * self.width]
+            found = self._firsts[self.used] = self.values.view(-1)[: self.used * self.width]
         return found
 
     def roles(self) -> list[SlotRole]:
@@ -207,8 +203,7 @@ class SlotPage:
     def _add_out(self, index: int) -> None:
         if index == len(self.values):
             self._grow()
-        made = len(self._views.outs)
-        self._views.outs += [(row[0], row[1]) for row in self.values[made : index + 1].unbind()]
+        self._outs += [(row[0], row[1]) for row in self.values[len(self._outs) : index + 1].unbind()]
 
     def _grow(self) -> None:
         larger = self.values.new_zeros(2 * len(self.values), self.width)
@@ -223,26 +218,21 @@ class SlotPage:
         return [SlotGroup(self._orders, None, self.roles(), self._sources)]
 
     def push_history(self, turn: int) -> SlotTable:
-        """Put the slots in use at position ``turn`` of the ring and empty the page; at most one device copy."""
-        table = SlotTable(self._handed_over(turn), self._groups())
+        """Copy the slots in use to position ``turn`` of the ring and empty the page; one device copy."""
+        table = SlotTable(self._copied(turn).view(-1, self.width), self._groups())
         self.discard()
         return table
 
-    def _handed_over(self, turn: int) -> Tensor:
-        """The memory with the values of this step; the page goes on in that of the step that leaves the ring.
-
-        Each has views of its own. A page of many slots copies its values instead, since it has a view for each of them.
-        """
-        left = self._ring.get(turn)
-        fits = left is not None and len(left[0]) == len(self.values)
-        values, views = left if left is not None and fits else (torch.zeros_like(self.values), PageViews())
-        if len(self._views.outs) > _FIRST_CAPACITY:
-            self._ring[turn] = values, views
-            values.view(-1)[: self.used * self.width].copy_(self.filled())
-            return values
-        self._ring[turn] = handed = self.values, self._views
-        self.values, self._views = values, views
-        return handed[0]
+    def _copied(self, turn: int) -> Tensor:
+        """A copy of the values in use. Handing the memory over instead would make each step begin in cold memory."""
+        filled = self.filled()
+        copied = self._ring.get(turn)
+        if copied is None or len(copied) != len(filled):
+            copied = self._ring[turn] = torch.zeros_like(
+                filled
+            )  # kept from round to round: a steady loop allocates none
+        copied.copy_(filled)
+        return copied
 
     def discard(self) -> None:
         """Empty the page; its memory and the roles of its slots stay for the next step."""
@@ -265,11 +255,11 @@ class ScreenPage(SlotPage):
 
     def reserve(self, count: int) -> Tensor:
         """The next slots, shape (count,), for the caller to write into; then `take` them."""
-        found = self._views.ranges.get((self.used, count))
+        found = self._ranges.get((self.used, count))
         if found is None:
             while self.used + count > len(self.values):
                 self._grow()
-            found = self._views.ranges[self.used, count] = self.values.view(-1)[self.used : self.used + count]
+            found = self._ranges[self.used, count] = self.values.view(-1)[self.used : self.used + count]
         return found
 
     def take(self, group: SlotGroup) -> None:
@@ -417,7 +407,7 @@ class SlotBuffer:
         return self.expand_compiled(_sorted_stats(page.slots() for page in self._pages.values()))
 
     def push_history(self, step: int) -> PastStep:
-        """Move the slots of a clean step into the ring; at most one device copy per page, no host read."""
+        """Move the slots of a clean step into the ring; one device copy per page, no host read."""
         tables = tuple(page.push_history(self._turn) for page in self.pages())
         past = self._past[self._turn] = PastStep(step, tables, self.expand_compiled)
         self._turn = (self._turn + 1) % self.history
