@@ -143,7 +143,7 @@ def compose(args: ValidatedArgs, ranks: RankGroup, recipe: str | None, device: t
         backward=backward,
         forward=forward,
         gradient=gradient,
-        local_gradients=_without_hooks(wrapper, gradient) if watches_gradients else None,
+        local_gradients=_without_hooks(wrapper, gradient, not forward.watched.layers) if watches_gradients else None,
         state=StateProbe(slots, parameters, named_buffers, args.optimizers, wrapper.local, config.is_ignored),
         window=AccumulationWindow(device, config.copy_batch, config.hold_batches, [p for _, p in parameters]),
         previous=PreviousStep() if config.keep_previous else None,
@@ -172,10 +172,11 @@ def _warn_of_small_eps(optimizers: list[torch.optim.Optimizer]) -> None:
                 )
 
 
-def _without_hooks(wrapper: Wrapper, gradient: GradientProbe) -> GradientWatch:
+def _without_hooks(wrapper: Wrapper, gradient: GradientProbe, only_parameters: bool) -> GradientWatch:
     # hooks go on at the first forward in grad mode, together with those of the modules
     watch = wrapper.watch_local_gradients(gradient.probe_local)
     watch.remove_hooks()
+    gradient.queue = watch.queue if only_parameters else None
     return watch
 
 

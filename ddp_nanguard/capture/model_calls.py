@@ -170,8 +170,11 @@ class ModelCalls:
             torch_state: torch's random state now, where it is known.
         """
         if not self.events:
-            self._weight_versions = [_version(weight) for weight in self._weights]
-        kept_args, kept_kwargs = copy_containers(args, self._kept), copy_containers(kwargs, self._kept)
+            self._weight_versions = _versions(self._weights)
+        # the common case has no container to copy
+        is_flat = not (kwargs or self._copies) and all(type(arg) is Tensor for arg in args)
+        kept_args = args if is_flat else copy_containers(args, self._kept)
+        kept_kwargs = {} if is_flat else copy_containers(kwargs, self._kept)
         call = ModelCall(
             function,
             kept_args,
@@ -184,8 +187,7 @@ class ModelCalls:
             caller=_users_position(),
             is_training=_is_training(function, args, is_step),
         )
-        named = {"args": kept_args, "kwargs": kept_kwargs}
-        found = enumerate(named_tensors_in(named))
+        found = enumerate(_flat_paths(args) if is_flat else named_tensors_in((kept_args, kept_kwargs)))
         call._arguments = [_Argument(path, tensor, index < MAX_FINGERPRINTS) for index, (path, tensor) in found]
         self.events.append(call)
         self._open.append(call)
@@ -193,7 +195,7 @@ class ModelCalls:
 
     def weights_have_changed(self) -> bool:
         """Whether weights were written since the first call of the window, as far as their versions tell."""
-        return self._weight_versions != [_version(weight) for weight in self._weights]
+        return self._weight_versions != _versions(self._weights)
 
     def abandon(self) -> None:
         """The function that was called last has raised."""
@@ -322,7 +324,8 @@ def screen_of(tensor: Tensor) -> Tensor | None:
 
     One kernel, no host read, no collective.
     """
-    tensor = getattr(tensor, "_local_tensor", tensor).detach()  # of a DTensor
+    if tensor.requires_grad or type(tensor) is not Tensor:
+        tensor = getattr(tensor, "_local_tensor", tensor).detach()  # of a DTensor
     plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
     if not plain or tensor.is_meta or (tensor.is_floating_point() and tensor.element_size() == 1):
         return None  # torch sums no 8-bit floats
@@ -355,6 +358,18 @@ def _version(tensor: Tensor) -> int:
 def _is_training(function: Callable[..., Any], args: tuple[Any, ...], is_step: bool) -> bool:
     """The mode of the model that is called, or that is handed to the loop's step function."""
     return bool(getattr(args[0] if is_step and args else function, "training", True))
+
+
+def _flat_paths(args: tuple[Any, ...]) -> list[tuple[tuple[Any, ...], Tensor]]:
+    """As `named_tensors_in` of ``(args, kwargs)``, for arguments that are all tensors."""
+    return [((0, index), tensor) for index, tensor in enumerate(args)]
+
+
+def _versions(tensors: list[Tensor]) -> list[int]:
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # one of them is an inference tensor
+        return list(map(_version, tensors))
 
 
 def _device_state(device: torch.device) -> Tensor | None:

@@ -73,7 +73,7 @@ class AccumulationWindow:
         self.micro_batches: list[MicroBatch] = []
         self.reduced_micro_batches: set[int] = set()
         self._keep_tensor = _to_host if hold == "host" else (_clone if copy_batch else _same)
-        self._versions: list[list[tuple[str, Tensor, int]]] = []
+        self._versions: list[list[tuple[tuple[Any, ...], Tensor, int]]] = []
 
         # - Copies of the buffers. Their memory stays from window to window, so a flag says whether they are valid
         self._buffers: dict[str, Tensor] = {}
@@ -104,7 +104,7 @@ class AccumulationWindow:
         kept = copy_containers(batch, self._keep_tensor)
         micro_batch = MicroBatch(len(self.micro_batches), kept, rng.capture(self._device, self.generators))
         self.micro_batches.append(micro_batch)
-        self._versions.append([(path_text(path), t, _version(t)) for path, t in named_tensors_in(kept)])
+        self._versions.append([(path, tensor, _version(tensor)) for path, tensor in named_tensors_in(kept)])
         return micro_batch
 
     def mark_reduced(self) -> None:
@@ -159,7 +159,8 @@ class AccumulationWindow:
     def record_modified(self) -> None:
         """Find out which batch tensors the step has changed in place, by their versions. Host sync: none."""
         for micro_batch, versions in zip(self.micro_batches, self._versions, strict=True):
-            micro_batch.modified = [path for path, tensor, version in versions if _version(tensor) != version]
+            changed = [path for path, tensor, version in versions if _version(tensor) != version]
+            micro_batch.modified = [path_text(path) for path in changed]
 
     def clear(self) -> None:
         """Forget the window; the memory of the buffers' copies stays for the next one."""

@@ -9,6 +9,7 @@ property of the module, not of its file name: each folder of this package says i
 from __future__ import annotations
 
 import enum
+import functools
 import sys
 from types import FrameType
 
@@ -52,4 +53,9 @@ def module_of(frame: FrameType) -> str:
 
 def is_users_own(frame: FrameType) -> bool:
     """Whether a frame runs neither this package's code nor torch's."""
-    return module_of(frame).partition(".")[0] not in (_PACKAGE, "torch")
+    return not _is_machinery(module_of(frame))
+
+
+@functools.cache  # asked for several frames in each call of a model
+def _is_machinery(module: str) -> bool:
+    return module.partition(".")[0] in (_PACKAGE, "torch")

@@ -14,8 +14,8 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import is_
-from typing import Any
+from operator import is_, itemgetter
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from .screens import Screen, ScreenCache
 from .slots import SlotBuffer, SlotRole
 
 _current_graph_task = torch._C._current_graph_task_id
+_MAX_ORDERS = 256  # gradients that arrive in another order each time must not fill the memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,16 @@ class TotalNormSource:
     """Source of a slot: the norm by which this rank's gradients were clipped."""
 
 
+class Queue(Protocol):
+    """Where hooks leave gradients of one backward pass; a `wrappers.base.GradientQueue`."""
+
+    graph_task: int
+    entries: list[Tensor]
+
+    def take(self) -> tuple[tuple[str, ...], list[Tensor]]:
+        """Names of parameters and their gradients, in the order of the hooks; empties and closes it."""
+
+
 class GradientProbe:
     """Watches the gradients of all parameters.
 
@@ -69,6 +80,8 @@ class GradientProbe:
 
     Attributes:
         micro_batch: index that local gradients are attributed to; None where it is not known.
+        queue: of the hooks, where nothing but parameters is watched in a backward pass and so no order is to be kept
+            between the two; else None.
     """
 
     def __init__(
@@ -84,6 +97,7 @@ class GradientProbe:
         self.slots = slots
         self.backward = backward
         self.micro_batch: int | None = 0
+        self.queue: Queue | None = None
         self._local = local
         self._is_ignored = is_ignored
         self._left_out = left_out
@@ -97,11 +111,17 @@ class GradientProbe:
         self._unhooked_sources: dict[str, GradientSource] = {}
         self._screens = ScreenCache()
 
-        # - Pending gradients: (execution order, name, gradient), see [Note: waiting gradients]. They are held strongly,
-        # which is what the limit in bytes is for
-        self._pending: list[tuple[int, str, Tensor]] = []
+        # - Pending gradients, see [Note: waiting gradients]: three lists side by side and no object per gradient, since
+        # there is one for each parameter in each step. They are held strongly, which is what the limit in bytes is for
+        self._pending: list[Tensor] = []
+        self._pending_names: list[str] = []
+        self._pending_orders: list[int] = []
         self._pending_bytes = pending_bytes
         self._bytes_left = pending_bytes or 0
+
+        # - Those that the pass has left in `.grad`, looked at already, in the order of the parameters; until its end
+        self._local_looked: Sequence[Tensor] = ()
+        self._in_order: dict[tuple[str, ...], Callable[[Any], Sequence[Tensor]] | None] = {}
 
         # - What was looked at in this window by name of the parameter, and at which version: a gradient that was
         # clipped, or assigned by hand, is read again before the update
@@ -123,16 +143,38 @@ class GradientProbe:
         # blame goes by this order, so it is that of the hooks even where the gradient is looked at later
         slots.order = order = slots.order + 1
         if _current_graph_task() == backward.graph_task and (self._pending_bytes is None or self._has_room(gradient)):
-            self._pending.append((order, name, gradient))
+            self._pending.append(gradient)
+            self._pending_names.append(name)
+            self._pending_orders.append(order)
+            if self.queue is not None and self._pending_bytes is None:
+                self.queue.graph_task = backward.graph_task
         else:
             self._probe_now(order, name, gradient)
 
     def flush_pending(self) -> None:
         """Look at the gradients that `probe_local` has left pending, see [Note: waiting gradients]."""
-        pending, self._pending, self._bytes_left = self._pending, [], self._pending_bytes or 0
-        if pending:
-            orders, names, gradients = zip(*pending, strict=True)
+        gradients, orders, names = self._pending, self._pending_orders, tuple(self._pending_names)
+        self._pending, self._pending_orders, self._pending_names = [], [], []
+        self._bytes_left = self._pending_bytes or 0
+        if self.queue is not None and self.queue.entries:
+            queued_names, queued = self.queue.take()
+            gradients, names = gradients + queued, names + queued_names
+            orders += range(self.slots.order + 1, self.slots.order + 1 + len(queued))
+            self.slots.order += len(queued)
+        if gradients:
             self._local_screen(names).look(self.slots, gradients, orders)
+            in_order = self._all_in_order(names) if self._pending_bytes is None else None
+            self._local_looked = in_order(gradients) if in_order is not None else ()
+
+    def _all_in_order(self, names: tuple[str, ...]) -> Callable[[Any], Sequence[Tensor]] | None:
+        """What sorts gradients of these names in the order of the parameters; None where they are not of all."""
+        if names not in self._in_order:
+            if len(self._in_order) >= _MAX_ORDERS:
+                self._in_order.clear()
+            positions = {name: index for index, name in enumerate(names)}
+            complete = len(names) > 1 and positions.keys() == set(self._names) and len(names) == len(self._names)
+            self._in_order[names] = itemgetter(*(positions[name] for name in self._names)) if complete else None
+        return self._in_order[names]
 
     def _has_room(self, gradient: Tensor) -> bool:
         if not self._bytes_left or gradient.layout is not torch.strided or gradient.nbytes > self._bytes_left:
@@ -166,9 +208,18 @@ class GradientProbe:
         screen.look(self.slots, self._locals(gradients))
         self._seen.mark(names, gradients)
 
-    def mark_checked(self) -> None:
-        """Take the local gradients for checked: where nothing was communicated the optimizer uses these."""
-        self._seen.mark(*self._gradients())
+    def take_local(self) -> Sequence[Tensor]:
+        """The local gradients of all parameters, if the pass that ends has looked at them all at once; else none."""
+        looked, self._local_looked = self._local_looked, ()
+        return looked
+
+    def mark_checked(self, looked: Sequence[Tensor] = ()) -> None:
+        """Take the gradients for checked.
+
+        Args:
+            looked: what `take_local` gave, where nothing was communicated; default those that are there now.
+        """
+        self._seen.mark(self._names, looked) if looked else self._seen.mark(*self._gradients())
 
     def _gradients(self) -> tuple[tuple[str, ...], list[Tensor]]:
         """Names and gradients of the parameters that have one, not local yet."""
@@ -257,43 +308,59 @@ class GradientProbe:
         index = names.index(name)
         return None if index in self._seen.changed(names, gradients) else self._local(gradients[index])
 
+    def begin_root(self) -> None:
+        """A forward begins: from now on the loop alone decides how long its gradients live."""
+        self._seen.loosen()
+
     def release_window(self) -> None:
         """Forget which gradients were checked or are pending: the window is over."""
-        self._seen, self._pending = _Seen(), []
+        self._seen = _Seen()
+        self._pending, self._pending_orders, self._pending_names, self._local_looked = [], [], [], ()
+        if self.queue is not None and self.queue.entries:
+            self.queue.take()
 
     def _role(self, name: str) -> SlotRole:
         return SlotRole.LEFT_OUT if name in self._left_out else SlotRole.GRADIENT
 
 
 class _Seen:
-    """Which gradients were looked at in the window, and at which version."""
+    """Which gradients were looked at in the window, and at which version.
+
+    They are held until the verdict or the next forward, and from then on by weak references, which take longer to make
+    than all else here: the loop may drop its gradients before the verdict, and a forward needs the memory.
+    """
 
     def __init__(self) -> None:
-        # weak, for the loop may drop its gradients before the verdict
         self._names: tuple[str, ...] = ()
+        self._held: Sequence[Tensor] = ()
         self._references: list[weakref.ref[Tensor]] = []
         self._versions: list[int] = []
 
-    def mark(self, names: tuple[str, ...], gradients: list[Tensor]) -> None:
+    def mark(self, names: tuple[str, ...], gradients: Sequence[Tensor]) -> None:
         """Note that all gradients that are there have been looked at."""
-        self._names, self._references, self._versions = names, list(map(weakref.ref, gradients)), _versions(gradients)
+        self._names, self._held, self._references, self._versions = names, gradients, [], _versions(gradients)
+
+    def loosen(self) -> None:
+        """Hold them by weak references from now on."""
+        if self._held:
+            self._references, self._held = list(map(weakref.ref, self._held)), ()
 
     def changed(self, names: tuple[str, ...], gradients: list[Tensor]) -> list[int]:
         """Indices of those that are others than those looked at, or were changed in place since."""
         versions = _versions(gradients)
-        is_same = names == self._names and versions == self._versions
-        if is_same and all(map(is_, [reference() for reference in self._references], gradients)):
+        seen: Sequence[Tensor | None] = self._held or [reference() for reference in self._references]
+        if names == self._names and versions == self._versions and all(map(is_, seen, gradients)):
             return []
-        known = dict(zip(self._names, zip(self._references, self._versions, strict=True), strict=True))
+        known = dict(zip(self._names, zip(seen, self._versions, strict=True), strict=True))
         now = enumerate(zip(names, gradients, versions, strict=True))
         return [i for i, (name, g, version) in now if name not in known or not _is(g, version, *known[name])]
 
 
-def _is(gradient: Tensor, version: int, reference: weakref.ref[Tensor], seen_version: int) -> bool:
-    return reference() is gradient and version == seen_version
+def _is(gradient: Tensor, version: int, seen: Tensor | None, seen_version: int) -> bool:
+    return seen is gradient and version == seen_version
 
 
-def _versions(gradients: list[Tensor]) -> list[int]:
+def _versions(gradients: Sequence[Tensor]) -> list[int]:
     try:
         return [gradient._version for gradient in gradients]
     except RuntimeError:  # one of them is an inference tensor, see `version_of`

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ddp_nanguard.tensors.minmax import is_plain
 
-from .slots import SlotBuffer, SlotRole
+from .slots import SlotBuffer, SlotGroup, SlotRole
 
 ROW_SIZE, MIN_ROWS = 4096, 8
 """On a CPU, so many tensors of one shape, of up to so many elements, are copied side by side and reduced as rows."""
@@ -64,23 +64,21 @@ class _Group:
         # in its own dtype the norm of float16 is infinite from 65504 on
         self._dtype = torch.float32 if dtype is torch.float16 and self._are_rows else dtype
         self._order = 2.0 if self._device.type == "cpu" else math.inf
-        self._pick = itemgetter(*indices) if len(indices) > 1 else None
+        only = indices[0]
+        self._pick: Callable[[Any], Any] = itemgetter(*indices) if len(indices) > 1 else lambda them: (them[only],)
         self._is_all = len(indices) == len(sources)
 
     def look(self, slots: SlotBuffer, tensors: Any, orders: Sequence[int]) -> None:
         """Reduce the group's share of ``tensors`` into slots; raises where a tensor is of another kind by now."""
         if not self._is_all:
-            tensors, orders = self._picked(tensors), self._picked(orders)
+            tensors = self._pick(tensors)
         page = slots.screen_page(self._device, self._dtype)
         out = page.reserve(len(self.indices))
         if self._are_rows:
             _vector_norm(torch.stack(tensors).reshape(len(tensors), -1), 2.0, 1, dtype=self._dtype, out=out)
         else:
             torch.stack(_foreach_norm(tensors, self._order), out=out)
-        page.take(orders, self._roles, self._sources)
-
-    def _picked(self, values: Sequence[Any]) -> Sequence[Any]:
-        return self._pick(values) if self._pick is not None else (values[self.indices[0]],)
+        page.take(SlotGroup(orders, None if self._is_all else self.indices, self._roles, self._sources))
 
 
 class Screen:
@@ -109,21 +107,24 @@ class Screen:
             tensors: one per source, local to this rank.
             orders: execution orders; default the next ones.
         """
+        if torch.is_grad_enabled():  # not so in a backward and at a verdict, and a context takes as long as a kernel
+            with torch.no_grad():
+                return self.look(slots, tensors, orders)
         if not self._keeps_all:
             tensors = [tensors[index] for index in self._kept]
             orders = None if orders is None else [orders[index] for index in self._kept]
         if orders is None:
             orders = range(slots.order + 1, slots.order + 1 + len(tensors))
             slots.order += len(tensors)
-        with torch.no_grad():
-            types = list(map(type, tensors))
-            if types != self._types:
-                self._plan(tensors, slots.exact)
-                self._types = types
-            for group in self._groups:
-                self._look_at(group, slots, tensors, orders)
-            for index in self._each:
-                slots.reduce(self._roles[index], tensors[index], self._sources[index], orders[index])
+        types = list(map(type, tensors))
+        if types != self._types:
+            self._plan(tensors, slots.exact)
+            self._types = types
+        for group in self._groups:
+            self._look_at(group, slots, tensors, orders)
+        for index in self._each:
+            slots.reduce(self._roles[index], tensors[index], self._sources[index], orders[index])
+        return None
 
     def _plan(self, tensors: Sequence[Tensor], exact: bool) -> None:
         found: dict[_Key | None, list[int]] = {}

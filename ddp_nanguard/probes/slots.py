@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,16 +68,31 @@ class SlotStats(NamedTuple):
     is_screen: bool = False
 
 
-class SlotTable(NamedTuple):
-    """Filled slots, still on the device: values, shape (slots or more, 2 or 1), and the order, role and source of each.
+class SlotGroup(NamedTuple):
+    """What lies in slots that follow each other; no object per slot, which the garbage collector would have to follow.
 
-    Three lists side by side and no object per slot, which the garbage collector would have to follow.
+    Attributes:
+        orders: execution orders.
+        picked: the positions in ``orders`` of these slots; None: ``orders`` has one for each.
+        roles, sources: one per slot.
     """
 
-    values: Tensor
-    orders: list[int]
+    orders: Sequence[int]
+    picked: Sequence[int] | None
     roles: list[SlotRole]
     sources: list[Any]
+
+    def in_slots(self) -> Iterable[tuple[int, SlotRole, Any]]:
+        """Order, role and source of each slot."""
+        orders = self.orders if self.picked is None else [self.orders[index] for index in self.picked]
+        return zip(orders, self.roles, self.sources, strict=True)
+
+
+class SlotTable(NamedTuple):
+    """Filled slots, still on the device: values, shape (slots or more, 2 or 1), and what lies in them."""
+
+    values: Tensor
+    groups: list[SlotGroup]
 
 
 class SlotPage:
@@ -86,32 +101,51 @@ class SlotPage:
     Args:
         device: of the tensors that are reduced into it.
         dtype: of these tensors, and so of the slots.
-        width: numbers in a slot: 2, or 1 for screens.
 
     Attributes:
-        values: the slots, shape (capacity, width).
-        sources: one per slot in use.
+        values: the slots, shape (capacity, width): minimum and maximum, or of a `ScreenPage` one number.
+        used: number of slots in use.
+        kind: device and dtype.
         layout: a number that changes whenever a slot gets another role than it had in the step before.
     """
 
-    __slots__ = ("_orders", "_outs", "_ranges", "_ring", "_roles", "layout", "sources", "values")
+    __slots__ = (
+        "_firsts",
+        "_orders",
+        "_outs",
+        "_ranges",
+        "_ring",
+        "_roles",
+        "_sources",
+        "kind",
+        "layout",
+        "used",
+        "values",
+    )
+    width: ClassVar[int] = 2
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, width: int = 2) -> None:
-        # - Slots in use; the number of sources is the number of slots. New lists after each step, since the ring keeps
-        # the old ones
-        self.values = torch.zeros(_FIRST_CAPACITY, width, device=device, dtype=dtype)
-        self.sources: list[Any] = []
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        # - Slots in use. New lists after each step, since the ring keeps the old ones
+        self.kind = (device, dtype)
+        self.used = 0
+        self._sources: list[Any] = []
         self._orders: list[int] = []
 
-        # - Made once, not per step: views into `values` for ``out=``, and the roles, which are mostly those of the step
-        # before. `layout` lets `SeverityReducer` see that they are not, without comparing them
-        self._outs = _slot_views(self.values)
-        self._ranges: dict[tuple[int, int], Tensor] = {}
+        # - Made once, not per step: views into `values`, and the roles, which are mostly those of the step before.
+        # `layout` lets `SeverityReducer` see that they are not, without comparing them
+        self._use(torch.zeros(_FIRST_CAPACITY, self.width, device=device, dtype=dtype))
         self._roles: list[SlotRole] = []
         self.layout = 0
 
         # - Values of earlier steps by their position in the ring
         self._ring: dict[int, Tensor] = {}
+
+    def _use(self, values: Tensor) -> None:
+        """Take this memory; views into it are made when they are first needed: each slot, the first ones, a range."""
+        self.values = values
+        self._outs: list[tuple[Tensor, Tensor]] = []
+        self._firsts: dict[int, Tensor] = {}
+        self._ranges: dict[tuple[int, int], Tensor] = {}
 
     def reduce(self, plain: Tensor, order: int, role: SlotRole, source: Any) -> None:
         """Reduce a tensor into the next slot: one kernel, no host read, no temporary of the tensor's size.
@@ -122,43 +156,18 @@ class SlotPage:
             role: what the slot counts for.
             source: what the tensor is.
         """
-        sources, roles = self.sources, self._roles
-        index = len(sources)
+        roles, index = self._roles, self.used
         if index == len(self._outs):
-            self._grow()
+            self._add_out(index)
         _aminmax(plain, out=self._outs[index])
-        sources.append(source)
+        self.used = index + 1
+        self._sources.append(source)
         self._orders.append(order)
         if index == len(roles):
             roles.append(role)
             self.layout += 1
         elif roles[index] is not role:
             roles[index] = role
-            self.layout += 1
-
-    def reserve(self, count: int) -> Tensor:
-        """The next slots of a page of screens, shape (count,), for the caller to write into; then `take` them."""
-        first = len(self.sources)
-        while first + count > len(self.values):
-            self._grow()
-        found = self._ranges.get((first, count))
-        if found is None:
-            found = self._ranges[first, count] = self.values.view(-1)[first : first + count]
-        return found
-
-    def take(self, orders: Sequence[int], roles: list[SlotRole], sources: list[Any]) -> None:
-        """Put the slots that `reserve` gave in use.
-
-        Args:
-            orders: execution orders.
-            roles: what each counts for.
-            sources: what was looked at.
-        """
-        first = len(self.sources)
-        self.sources += sources
-        self._orders += orders
-        if self._roles[first : first + len(roles)] != roles:
-            self._roles[first : first + len(roles)] = roles
             self.layout += 1
 
     def fill(self, values: Tensor, order: int, sources: list[Any]) -> None:
@@ -171,46 +180,110 @@ class SlotPage:
             order: execution order, the same for all.
             sources: one per slot.
         """
-        first = len(self.sources)
+        first = self.used
         while first + len(values) > len(self.values):
             self._grow()
         self.values[first : first + len(values)].copy_(values)
-        self.sources += sources
+        self.used += len(sources)
+        self._sources += sources
         self._orders += [order] * len(sources)
-        self._roles = [SlotRole.EVIDENCE] * len(self.sources)
+        self._roles = [SlotRole.EVIDENCE] * self.used
+
+    def filled(self) -> Tensor:
+        """The slots in use, shape (used * width,): a view that is made once."""
+        found = self._firsts.get(self.used)
+        if found is None:
+            found = self._firsts[self.used] = self.values.view(-1)[: self.used * self.width]
+        return found
 
     def roles(self) -> list[SlotRole]:
         """The role of each slot in use."""
-        return self._roles[: len(self.sources)]
+        return self._roles[: self.used]
+
+    def _add_out(self, index: int) -> None:
+        if index == len(self.values):
+            self._grow()
+        self._outs += [(row[0], row[1]) for row in self.values[len(self._outs) : index + 1].unbind()]
 
     def _grow(self) -> None:
-        larger = self.values.new_zeros(2 * len(self.values), self.values.shape[1])
+        larger = self.values.new_zeros(2 * len(self.values), self.width)
         larger[: len(self.values)].copy_(self.values)
-        self.values, self._outs, self._ranges = larger, _slot_views(larger), {}
+        self._use(larger)
 
     def slots(self) -> SlotTable:
         """The slots in use; ``values`` is not copied and is overwritten by the next step."""
-        return SlotTable(self.values, self._orders, self.roles(), self.sources)
+        return SlotTable(self.values, self._groups())
+
+    def _groups(self) -> list[SlotGroup]:
+        return [SlotGroup(self._orders, None, self.roles(), self._sources)]
 
     def push_history(self, turn: int) -> SlotTable:
         """Copy the slots in use to position ``turn`` of the ring and empty the page; one device copy."""
-        used = len(self.sources)
-        # a position keeps its memory from round to round, so that a steady loop allocates nothing
-        copied = self._ring.get(turn)
-        if copied is None or len(copied) < used:
-            copied = self._ring[turn] = torch.zeros_like(self.values)
-        copied[:used].copy_(self.values[:used])
-        table = self.slots()._replace(values=copied)
+        table = SlotTable(self._copied(turn).view(-1, self.width), self._groups())
         self.discard()
         return table
 
+    def _copied(self, turn: int) -> Tensor:
+        """A copy of the values in use. Handing the memory over instead would make each step begin in cold memory."""
+        filled = self.filled()
+        copied = self._ring.get(turn)
+        if copied is None or len(copied) != len(filled):
+            copied = self._ring[turn] = torch.zeros_like(
+                filled
+            )  # kept from round to round: a steady loop allocates none
+        copied.copy_(filled)
+        return copied
+
     def discard(self) -> None:
         """Empty the page; its memory and the roles of its slots stay for the next step."""
-        self.sources, self._orders = [], []
+        self.used = 0
+        self._sources, self._orders = [], []
 
 
-def _slot_views(values: Tensor) -> list[tuple[Tensor, Tensor]]:
-    return [(row[0], row[1]) for row in values.unbind()] if values.shape[1] == 2 else []
+class ScreenPage(SlotPage):
+    """Slots of screens: one number each, written by the caller."""
+
+    __slots__ = ("_last_roles", "_screens")
+    width: ClassVar[int] = 1
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(device, dtype)
+        # - Groups in use, and the roles of those of the step before. A screen hands in the same list in each step, so
+        # that no step has to compare them one by one
+        self._screens: list[SlotGroup] = []
+        self._last_roles: list[list[SlotRole]] = []
+
+    def reserve(self, count: int) -> Tensor:
+        """The next slots, shape (count,), for the caller to write into; then `take` them."""
+        found = self._ranges.get((self.used, count))
+        if found is None:
+            while self.used + count > len(self.values):
+                self._grow()
+            found = self._ranges[self.used, count] = self.values.view(-1)[self.used : self.used + count]
+        return found
+
+    def take(self, group: SlotGroup) -> None:
+        """Put the slots that `reserve` gave in use."""
+        index, roles, last = len(self._screens), group.roles, self._last_roles
+        self._screens.append(group)
+        self.used += len(roles)
+        if index == len(last):
+            last.append(roles)
+            self.layout += 1
+        elif last[index] is not roles:
+            self.layout += len(last[index]) != len(roles) or last[index] != roles
+            last[index] = roles
+
+    def roles(self) -> list[SlotRole]:
+        """The role of each slot in use."""
+        return [role for group in self._screens for role in group.roles]
+
+    def _groups(self) -> list[SlotGroup]:
+        return self._screens
+
+    def discard(self) -> None:
+        """As of any page."""
+        self.used, self._screens = 0, []
 
 
 @dataclass(frozen=True)
@@ -252,6 +325,7 @@ class SlotBuffer:
         # - The open window: pages by (device, dtype), and with "screen" those of screens; by device alone for slots
         # that compiled code filled: those are float64 whatever the dtype of what they saw
         self._pages: dict[object, SlotPage] = {}
+        self._screen_pages: dict[tuple[torch.device, torch.dtype], ScreenPage] = {}
         self.order = 0
 
         # - Set from outside: most jobs compile nothing
@@ -306,15 +380,15 @@ class SlotBuffer:
         """Take over norms that were made elsewhere, shape (slots,), as screens; one copy, no host read."""
         page = self.screen_page(norms.device, norms.dtype)
         page.reserve(len(sources)).copy_(norms)
-        page.take(range(self.order + 1, self.order + 1 + len(sources)), roles, sources)
+        page.take(SlotGroup(range(self.order + 1, self.order + 1 + len(sources)), None, roles, sources))
         self.order += len(sources)
 
-    def screen_page(self, device: torch.device, dtype: torch.dtype) -> SlotPage:
+    def screen_page(self, device: torch.device, dtype: torch.dtype) -> ScreenPage:
         """The page for norms of this dtype."""
-        key = (device, dtype, "screen")
-        page = self._pages.get(key)
+        key = (device, dtype)
+        page = self._screen_pages.get(key)
         if page is None:
-            page = self._pages[key] = SlotPage(device, dtype, width=1)
+            page = self._pages[key, "screen"] = self._screen_pages[key] = ScreenPage(device, dtype)
         return page
 
     def _page(self, tensor: Tensor) -> SlotPage:
@@ -326,7 +400,7 @@ class SlotBuffer:
 
     def pages(self) -> list[SlotPage]:
         """The pages that have slots in use."""
-        return [page for page in self._pages.values() if page.sources]
+        return [page for page in self._pages.values() if page.used]
 
     def slot_stats(self) -> list[SlotStats]:
         """The slots of the open window, in execution order. Host sync: one per page."""
@@ -357,12 +431,13 @@ class SlotBuffer:
 
 
 def _sorted_stats(pages: Iterable[SlotTable]) -> list[SlotStats]:
-    found = [
-        SlotStats(order, source, role, *(numbers if len(numbers) == 2 else (-numbers[0], numbers[0], True)))
-        for values, orders, roles, sources in pages
-        for order, role, source, numbers in zip(orders, roles, sources, values[: len(sources)].tolist(), strict=True)
-    ]
-    return sorted(found, key=lambda stats: stats.order)
+    return sorted((stats for page in pages for stats in _stats(page)), key=lambda stats: stats.order)
+
+
+def _stats(page: SlotTable) -> Iterator[SlotStats]:
+    slots = [slot for group in page.groups for slot in group.in_slots()]
+    for (order, role, source), numbers in zip(slots, page.values[: len(slots)].tolist(), strict=True):
+        yield SlotStats(order, source, role, *(numbers if len(numbers) == 2 else (-numbers[0], numbers[0], True)))
 
 
 def _as_they_are(slot_stats: list[SlotStats]) -> list[SlotStats]:

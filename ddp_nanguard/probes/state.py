@@ -70,6 +70,7 @@ class StateProbe:
         self._local = local
         self._is_ignored = is_ignored
         self._probed_buffers = False
+        self._good_values: list[object] = []  # of all parameter groups, if they were good and cannot have changed
         # Sources are made once and used in every step; None for an ignored name
         self._sources: dict[tuple[StateKind, When], dict[str, StateSource | None]] = {}
         self._screens = ScreenCache()
@@ -168,13 +169,21 @@ class StateProbe:
 
     def probe_hyper_parameters(self) -> bool:
         """Reduce the hyper-parameters that are tensors; returns whether one that the host holds is bad."""
+        values = self._values_of_groups()
+        if len(values) == len(self._good_values) and all(map(operator.is_, values, self._good_values)):
+            return False  # most steps find the very objects of the step before
         bad = False
         for name, value in self.hyper_parameters():
             if isinstance(value, Tensor):
                 self.slots.reduce(SlotRole.STATE, value, StateSource("hyper-parameter", name, "before"))
             else:
                 bad = bad or is_bad_number(name, value)
+        self._good_values = [] if bad or not all(map(_cannot_change, values)) else values
         return bad
+
+    def _values_of_groups(self) -> list[object]:
+        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
+        return [value for group in groups for key, value in group.items() if key != "params"]
 
     def _probe(self, kind: StateKind, when: When, named: Iterator[tuple[str, Tensor]]) -> None:
         if kind == "buffer":  # where -inf is allowed, which no norm shows
@@ -195,6 +204,13 @@ class StateProbe:
         if name not in sources:
             sources[name] = None if self._is_ignored(name) else StateSource(kind, name, when)
         return sources[name]
+
+
+def _cannot_change(value: object) -> bool:
+    """Whether the object will be what it is: no tensor and no list, into which the loop may write."""
+    if isinstance(value, tuple):
+        return all(map(_cannot_change, value))
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def is_bad_number(name: str, value: float) -> bool:

@@ -70,6 +70,7 @@ class ModelForward:
         root_hook_missed = context.install_hooks() and context.wrapper.root is context.wrapper.model
         self._hooks.leave_last()
         context.forward.begin_root()
+        context.gradient.begin_root()
         context.backward.reset()
         num_open = len(context.window.micro_batches)
         self._at_model(args, kwargs)

@@ -186,6 +186,7 @@ class StepMonitor:
     def _on_backward_end(self) -> None:
         """The wrapper's communication is done too."""
         context = self._context
+        looked = context.gradient.take_local()
         if context.wrapper.will_reduce():
             # which micro-batches were communicated decides what a replay on one rank can compare
             context.window.mark_reduced()
@@ -193,7 +194,7 @@ class StepMonitor:
                 context.gradient.probe_reduced()
         else:
             # the local gradients, looked at already, are what the update will use
-            context.gradient.mark_checked()
+            context.gradient.mark_checked(looked)
         if context.config.grad_norm_warn is not None:
             context.gradient.probe_norm()
 

@@ -162,7 +162,7 @@ def _limited(rank: int, world_size: int, limit: int) -> Any:
 
     def watched(probe: GradientProbe, name: str, gradient: Tensor) -> None:
         see(probe, name, gradient)
-        held.append(sum(kept.nbytes for *_, kept in probe._pending))
+        held.append(sum(kept.nbytes for kept in probe._pending))
 
     guard._context.local_gradients.on_gradient = lambda *args: watched(guard._context.gradient, *args)
     model(torch.rand(2, 8)).sum().backward()

@@ -46,6 +46,22 @@ def test_state_is_not_changed_by_later_draws():
     assert np.array_equal(state.numpy["state"]["key"], key)
 
 
+def test_what_was_drawn_in_between_is_in_the_next_state():
+    steps = (
+        random.random,
+        random.random,
+        lambda: random.gauss(0, 1),
+        lambda: random.gauss(0, 1),
+        lambda: random.seed(3),
+    )
+    for step in (*steps, np.random.rand, np.random.randn, np.random.randn, lambda: np.random.seed(3), lambda: None):
+        step()
+        state = capture()
+        assert state.python == random.getstate()
+        legacy = np.random.get_state(legacy=False)
+        assert str(state.numpy) == str(legacy) and np.array_equal(state.numpy["state"]["key"], legacy["state"]["key"])
+
+
 def test_capturing_draws_nothing():
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
     expected = draws()
