@@ -196,7 +196,11 @@ def _conclude(result: Result, then: Site | None, now: Site | None) -> None:
         result.reason = "this rank saw nothing of its own then, nor now"
     elif same_place and same_bits:
         result.outcome = Outcome.SAME
-        result.reason = "the same site and the same bits"
+        shown = result.recorded is not None and result.replayed is not None
+        is_finer = shown and not result.recorded.same_place(result.replayed)  # type: ignore[union-attr, arg-type]
+        result.reason = (
+            "the same bits; its place is known better now" if is_finer else "the same site and the same bits"
+        )
     elif now is None and then is not None:
         result.reason = _not_reproduced(result)
     else:

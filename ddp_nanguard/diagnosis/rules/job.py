@@ -10,7 +10,7 @@ from ddp_nanguard.report.types import Phase, SecondLook
 from ddp_nanguard.report.wording import KIND_WORDS
 
 from . import report_rules as why
-from .facts import Reason, TraceFacts, at
+from .facts import Reason, TraceFacts, at, at_hits, hits, operand
 from .numbers import is_overflow
 
 
@@ -73,6 +73,12 @@ def update_overflow(facts: TraceFacts) -> Reason | None:
         return found
     if origin is None or origin.phase is not Phase.OPTIMIZER or origin.layer is None:
         return None
+    mask = hits(op)
+    divisor = at_hits(operand(op, 2), mask) if mask is not None and "addcdiv" in op.operator else None
+    if divisor is not None and divisor.numel() and bool((divisor == 0).all()):
+        return Reason(
+            "update overflow", f"the update of {origin.slot} divides by zero: {op.operator}, eps is too small"
+        )
     return Reason(
         "update overflow",
         f"{op.operator} of the update made {KIND_WORDS[op.kind]} in {origin.slot}",
