@@ -32,23 +32,17 @@ Made by these commands, on one machine:
 ```bash
 pip install -c constraints.txt -e '.[test,bench]'
 torchrun --nproc-per-node 2 benchmarks/overhead.py --counts --json counts.json
-torchrun --nproc-per-node 2 benchmarks/overhead.py --models resnet transformer --seconds 55 --rounds 400 \\
-    --columns "unguarded, again" "default" "deferred" "layers=blocks" "layers=every" --json long.json
-torchrun --nproc-per-node 2 benchmarks/overhead.py --models mlp tiny500 --seconds 10 --json small.json
-torchrun --nproc-per-node 2 benchmarks/overhead.py --models resnet transformer --wrappers ddp --seconds 4 \\
-    --warm-up 2 --columns "loss, reduce" detect_anomaly \\
-    "module hooks" "gradients concatenated" transformers --json rest.json
-torchrun --nproc-per-node 2 benchmarks/overhead.py --models resnet transformer --wrappers fsdp2 --seconds 35 \\
-    --rounds 400 --columns "unguarded, again" "default" --json fsdp2.json
-torchrun --nproc-per-node 2 benchmarks/overhead.py --compiled --wrappers ddp --seconds 25 \\
-    --columns "unguarded, again" "default" "layers=every" --json compiled.json
+torchrun --nproc-per-node 2 benchmarks/overhead.py --seconds 9 --runs 2 --rounds 400 --warm-up 3 \\
+    --columns "unguarded, again" default --json default.json
+torchrun --nproc-per-node 2 benchmarks/overhead.py --models mlp --wrappers ddp --seconds 12 --runs 1 --rounds 400 \\
+    --warm-up 2 --columns deferred "layers=blocks" "layers=every" detect_anomaly "module hooks" \\
+    "gradients concatenated" --json rest.json
 python benchmarks/profile_step.py --json profile.json
 python benchmarks/scale.py --max-ranks 8 --json scale.json
 python benchmarks/dump.py --json dump.json
 python benchmarks/gpu.py --json gpu.json
-python benchmarks/report.py --counts counts.json --overhead long.json small.json rest.json fsdp2.json \\
-    compiled.json --profile profile.json --scale scale.json --dump dump.json --gpu gpu.json \\
-    --write benchmarks/results/cost.md
+python benchmarks/report.py --counts counts.json --overhead default.json rest.json \\
+    --profile profile.json --scale scale.json --dump dump.json --gpu gpu.json --write benchmarks/results/cost.md
 ```
 """
 
@@ -57,8 +51,9 @@ its watch and two with all of it taken off, of the same model in the same memory
 the other, each behind a barrier; which is outside alternates. `ratio` is the median over these pairs, `quartiles` are
 of the same ratios, `runs` the lowest and the highest median of a run. `cpu` is the ratio of the processor time of the
 training threads of both ranks. "unguarded, again" shows what noise alone makes of a ratio of one. What compiled code
-has taken up cannot be taken off: there the other steps are those of a second model. A column that was measured twice
-is shown with the larger number of pairs.
+has taken up cannot be taken off: there the other steps are those of a second model (`--compiled`; where no compiled
+model is below, none was measured with this state). A column that was measured twice is shown with the larger number of
+pairs; of few pairs the quartiles say more than the ratio. The machine was shared: its load is that of all jobs.
 """
 
 MISSES = """What is beyond 1.02 above, and why:
@@ -68,9 +63,9 @@ MISSES = """What is beyond 1.02 above, and why:
 - The MLP and the tiny modules by default: losses, gradients, weights and the collective are the check itself. Two
   processes on two cores wait for each other in the collective. The tiny modules have 500 parameters, each seen three
   times.
-- The ResNet compiled, everything watched: batch norm's loops run over channels, so a minimum and maximum over the whole
-  tensor is a pass of its own in the compiled code, at half the speed of `aten::aminmax` (kernel by kernel with
-  `torch.profiler`: 23 of 25 ms).
+- The ResNet compiled, everything watched (of an earlier state): batch norm's loops run over channels, so a minimum and
+  maximum over the whole tensor is a pass of its own in the compiled code, at half the speed of `aten::aminmax` (kernel
+  by kernel with `torch.profiler`: 23 of 25 ms).
 """
 
 MODEL = """The host's part is fitted on the processor time of the points with no more ranks than cores, with the
