@@ -251,7 +251,9 @@ def _without_layers(rank: int, world_size: int, setup: str) -> Any:
     return same, plain_counts, counts, [entry[:4] for entry in found]
 
 
-@pytest.mark.parametrize("setup", ["compiled, then DDP", "compiled in place"])
+@pytest.mark.parametrize(
+    "setup", ["compiled, then DDP", pytest.param("compiled in place", marks=pytest.mark.exhaustive)]
+)
 def test_without_layers_graphs_and_bits_are_those_of_the_model(setup: str) -> None:
     for same, plain_counts, counts, found in run_ranks(_without_layers, setup=setup, timeout_s=100):
         assert same and counts == plain_counts

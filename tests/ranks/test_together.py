@@ -61,7 +61,7 @@ _num_steps: list[int] = []
 def _train(rank: int, world_size: int, out: str) -> str | None:
     model = DistributedDataParallel(recipe().model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    guard = NanGuard(model, optimizer, dump_dir=out, replay=f"{__name__}:recipe")
+    guard = NanGuard(model, optimizer, dump_dir=out, replay=f"{__name__}:recipe", look_again=False)
     items = [torch.ones(3, WIDTH), torch.ones(3, WIDTH) * (-1.0 if rank == 1 else 1.0)]
     error = Loop(model, optimizer, step, guard=guard).until_fault(items)
     return None if error is None else error.report.dump_path
