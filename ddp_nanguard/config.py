@@ -74,7 +74,7 @@ class GuardConfig:
 
     # - What is kept of a step, and what that may cost
     copy_batch: bool = False
-    """Copy each micro-batch instead of keeping references."""
+    """Copy each micro-batch, and what the model is called with, instead of keeping references."""
     hold_batches: Literal["device", "host"] = "device"
     """Where the window's micro-batches are held."""
     redact: bool = False
