@@ -126,8 +126,8 @@ class ModelCalls:
         weights: parameters; a few of them are looked at.
         copies: whether arguments are copied instead of referred to (option ``copy_batch``).
 
-    Memory: arguments by reference (copies with ``copy_batch``), and at most `MAX_GRADIENT_BYTES` of gradients, until the
-    window is closed.
+    Memory: arguments by reference (copies with ``copy_batch``), and at most `MAX_GRADIENT_BYTES` of gradients, until
+    the window is closed.
     """
 
     def __init__(self, device: torch.device, weights: Sequence[Tensor] = (), copies: bool = False) -> None:
