@@ -5,12 +5,14 @@
     torchrun --nproc-per-node 2 benchmarks/overhead.py --counts
 
 One process group, one thread per rank. Per model and wrapper all columns are built side by side from equal weights; in
-each round every column makes two steps with its watch and two with all of it taken off, of the same model in the same
-memory and on the same batch, one kind around the other, each behind a barrier; which is outside alternates. A figure is
-the median of the ratios of these pairs, with quartiles over all of them and the medians of each run. Peers take turns,
-one per round. The processor time of the training thread, summed over ranks, is compared likewise: it says less about
-waiting, and is not disturbed by other jobs on the machine. `--compiled` measures compiled models instead, whose hooks
-cannot be taken off: the other step of a pair is that of a second model; compiling takes longer than measuring.
+each round every column takes two turns with its watch and two with all of it taken off, of the same model in the same
+memory and on the same batch, one kind around the other, each behind a barrier; which is outside alternates. A turn is
+one step, or as many in a row as take 30 ms: taken singly, short steps find the code of the other kind in the caches. A
+figure is the median of the ratios of these pairs, with quartiles over all of them and the medians of each run. Peers
+take turns, one per round. The processor time of the training thread, summed over ranks, is compared likewise: it says
+less about waiting, and is not disturbed by other jobs on the machine. `--compiled` measures compiled models instead,
+whose hooks cannot be taken off: the other step of a pair is that of a second model; compiling takes longer than
+measuring.
 `--counts` measures next to nothing and asserts what can be counted.
 """
 
@@ -20,6 +22,7 @@ import argparse
 import gc
 import json
 import logging
+import math
 import os
 import statistics
 import sys
@@ -38,10 +41,11 @@ from torch._dynamo.utils import counters  # noqa: E402
 
 from benchmarks import counts, limit  # noqa: E402
 from benchmarks.machine import load, machine  # noqa: E402
-from benchmarks.watches import COLUMNS, GUARDS, PEERS, Control, Watch, is_installed  # noqa: E402
+from benchmarks.watches import COLUMNS, CONTROLS, GUARDS, PEERS, Watch, is_installed  # noqa: E402
 from benchmarks.workloads import MODELS, Case, Loop, Seconds  # noqa: E402
 
 GENEROUS = 3.0
+TURN_SECONDS = 0.03
 
 
 @dataclass
@@ -52,17 +56,18 @@ class Column:
     plain: Loop | None = None
     runs: list[list[tuple[Seconds, Seconds]]] = field(default_factory=list)
 
-    def pair(self, batch: torch.Tensor, plain_first: bool) -> tuple[Seconds, Seconds]:
-        """Two steps each, every one behind a barrier, one kind around the other so that drift cancels; their means."""
-        plain, watched = self._plain_step, self.loop.step
+    def pair(self, batch: torch.Tensor, plain_first: bool, in_a_row: int) -> tuple[Seconds, Seconds]:
+        """Two turns each, every one behind a barrier, one kind around the other so that drift cancels; their means."""
+        plain, watched = self._plain_steps, self.loop.steps
         found: dict[Any, list[Seconds]] = {plain: [], watched: []}
         for turn in (plain, watched, watched, plain) if plain_first else (watched, plain, plain, watched):
             dist.barrier()
-            found[turn].append(turn(batch))
+            found[turn] += turn(batch, in_a_row)
         return _mean(found[watched]), _mean(found[plain])
 
-    def _plain_step(self, batch: torch.Tensor) -> Seconds:
-        return self.loop.unwatched_step(batch) if self.plain is None else self.plain.step(batch)
+    def _plain_steps(self, batch: torch.Tensor, in_a_row: int) -> list[Seconds]:
+        steps = self.loop.unwatched_steps if self.plain is None else self.plain.steps
+        return steps(batch, in_a_row)
 
     def row(self) -> dict[str, Any]:
         pairs = [pair for run in self.runs for pair in run]
@@ -120,13 +125,13 @@ def measure(case: Case, extent: Extent) -> dict[str, Any]:
     torch._dynamo.config.recompile_limit = 64  # every loop has a model of its own, of the same code
     torch._dynamo.config.skip_nnmodule_hook_guards = False  # else one without hooks lends its graph to all
     plain = Loop(case, Watch()) if case.compiled else None
-    wanted = [make for make in (Control, *GUARDS, *PEERS) if make().name in extent.columns]
+    wanted = [make for make in (*CONTROLS, *GUARDS, *PEERS) if make().name in extent.columns]
     guards, _ = _built(case, [make for make in wanted if make not in PEERS], plain)
     others, missing = _built(case, [make for make in wanted if make in PEERS and not case.compiled], plain)
-    _warm_up(case, extent, guards + others)
+    in_a_row = _warm_up(case, extent, guards + others)
     graphs, breaks = _graphs(), sum(counters["graph_break"].values())
     for _ in range(extent.runs):
-        _run(case, extent, guards, others)
+        _run(case, extent, guards, others, in_a_row)
     rows = [*(column.row() for column in guards + others), *missing]
     for column in guards + others:
         column.loop.close()
@@ -134,6 +139,7 @@ def measure(case: Case, extent: Extent) -> dict[str, Any]:
         "case": str(case),
         **{name: getattr(case, name) for name in ("model", "wrapper", "compiled")},
         "unguarded_ms": _unguarded_ms(guards),
+        "in_a_row": in_a_row,
         "load": [before, load()],
         "recompilations": _graphs() - graphs,
         "graph_breaks": breaks,
@@ -142,12 +148,16 @@ def measure(case: Case, extent: Extent) -> dict[str, Any]:
     }
 
 
-def _warm_up(case: Case, extent: Extent, columns: list[Column]) -> None:
+def _warm_up(case: Case, extent: Extent, columns: list[Column]) -> int:
+    """Returns how many steps make a turn. Collective: that number of the first rank is broadcast."""
     for column in columns:
         for _ in range(extent.warm_up):
             column.loop.step(case.batch())
-    for _ in range(extent.warm_up):
-        _round(case, columns, 0)
+    pairs = [pair for _ in range(extent.warm_up) for _, pair in _round(case, columns, 0, in_a_row=1)]
+    step = statistics.median(plain.wall for _, plain in pairs)
+    in_a_row = torch.tensor([math.ceil(TURN_SECONDS / step)])
+    dist.broadcast(in_a_row, 0)
+    return int(in_a_row.item())
 
 
 def _built(
@@ -165,13 +175,13 @@ def _built(
     return columns, missing
 
 
-def _run(case: Case, extent: Extent, guards: list[Column], others: list[Column]) -> None:
+def _run(case: Case, extent: Extent, guards: list[Column], others: list[Column], in_a_row: int) -> None:
     for column in guards + others:
         column.runs.append([])
     end = time.monotonic() + extent.seconds
     for index in range(extent.rounds):
         turn = [others[index % len(others)]] if others else []
-        for column, pair in _round(case, guards + turn, index):
+        for column, pair in _round(case, guards + turn, index, in_a_row):
             column.runs[-1].append(pair)
         if index + 1 >= len(others) and _is_over(end):
             break
@@ -179,11 +189,13 @@ def _run(case: Case, extent: Extent, guards: list[Column], others: list[Column])
         column.runs[-1] = _over_ranks(column.runs[-1])
 
 
-def _round(case: Case, columns: list[Column], index: int) -> list[tuple[Column, tuple[Seconds, Seconds]]]:
+def _round(
+    case: Case, columns: list[Column], index: int, in_a_row: int
+) -> list[tuple[Column, tuple[Seconds, Seconds]]]:
     shift = index % len(columns)
     batch = case.batch()
     plain_first = bool(index // len(columns) % 2)
-    return [(column, column.pair(batch, plain_first)) for column in columns[shift:] + columns[:shift]]
+    return [(column, column.pair(batch, plain_first, in_a_row)) for column in columns[shift:] + columns[:shift]]
 
 
 def _is_over(end: float) -> bool:
@@ -323,7 +335,7 @@ def _cases(options: argparse.Namespace) -> list[Case]:
 
 def _write(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     if options.json:
-        abouts = {watch.name: watch.about for make in (*GUARDS, *PEERS, Control) if (watch := make()).about}
+        abouts = {watch.name: watch.about for make in (*CONTROLS, *GUARDS, *PEERS) if (watch := make()).about}
         found = {"machine": machine(), "ranks": dist.get_world_size(), "about": abouts, "cases": rows}
         options.json.write_text(json.dumps(found, indent=1) + "\n")
     if options.plot:

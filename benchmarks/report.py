@@ -32,8 +32,8 @@ Made by these commands, on one machine:
 ```bash
 pip install -c constraints.txt -e '.[test,bench]'
 torchrun --nproc-per-node 2 benchmarks/overhead.py --counts --json counts.json
-torchrun --nproc-per-node 2 benchmarks/overhead.py --seconds 9 --runs 2 --rounds 400 --warm-up 3 \\
-    --columns "unguarded, again" default --json default.json
+torchrun --nproc-per-node 2 benchmarks/overhead.py --seconds 9 --runs 3 --rounds 400 --warm-up 3 \\
+    --columns "unguarded, again" "one all-reduce" default --json default.json
 torchrun --nproc-per-node 2 benchmarks/overhead.py --models mlp --wrappers ddp --seconds 12 --runs 1 --rounds 400 \\
     --warm-up 2 --columns deferred "layers=blocks" "layers=every" detect_anomaly "module hooks" \\
     "gradients concatenated" --json rest.json
@@ -46,14 +46,16 @@ python benchmarks/report.py --counts counts.json --overhead default.json rest.js
 ```
 """
 
-READING = """Every column is a training loop of its own, from equal weights. In each round each makes two steps with
-its watch and two with all of it taken off, of the same model in the same memory and on the same batch, one kind around
-the other, each behind a barrier; which is outside alternates. `ratio` is the median over these pairs, `quartiles` are
-of the same ratios, `runs` the lowest and the highest median of a run. `cpu` is the ratio of the processor time of the
-training threads of both ranks. "unguarded, again" shows what noise alone makes of a ratio of one. What compiled code
-has taken up cannot be taken off: there the other steps are those of a second model (`--compiled`; where no compiled
-model is below, none was measured with this state). A column that was measured twice is shown with the larger number of
-pairs; of few pairs the quartiles say more than the ratio. The machine was shared: its load is that of all jobs.
+READING = """Every column is a training loop of its own, from equal weights. In each round each takes two turns with its
+watch and two with all of it taken off, of the same model in the same memory and on the same batch, one kind around the
+other, each behind a barrier; which is outside alternates. A turn is one step, or as many as take 30 ms. `ratio` is the
+median over these pairs, `quartiles` are of the same ratios, `runs` the lowest and the highest median of a run. `cpu` is
+the ratio of the processor time of the training threads of both ranks. "one all-reduce" is what any check pays that
+stops all ranks in one step, before it has looked at anything. "unguarded, again" shows what noise alone makes of a
+ratio of one. What compiled code has taken up cannot be taken off: there the other steps are those of a second model
+(`--compiled`; where no compiled model is below, none was measured with this state). A column that was measured twice is
+shown with the larger number of pairs; of few pairs the quartiles say more than the ratio. The machine was shared: its
+load is that of all jobs.
 """
 
 MISSES = """What is beyond 1.02 above, and why:
@@ -61,7 +63,8 @@ MISSES = """What is beyond 1.02 above, and why:
 - `layers="every"`: activations and their gradients are read once more, 160 to 200 MB in a step (the reductions of the
   table), and a hook on each of 35 modules and 40 tensors runs cold.
 - The MLP and the tiny modules by default: losses, gradients, weights and the collective are the check itself. Two
-  processes on two cores wait for each other in the collective. The tiny modules have 500 parameters, each seen three
+  processes on two cores wait for each other in the collective, most of it for their turn ("one all-reduce"). The tiny
+  modules have 500 parameters, each seen three
   times.
 - The ResNet compiled, everything watched (of an earlier state): batch norm's loops run over channels, so a minimum and
   maximum over the whole tensor is a pass of its own in the compiled code, at half the speed of `aten::aminmax` (kernel

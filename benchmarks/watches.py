@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -55,6 +56,24 @@ class Watch:
 class Control(Watch):
     name = "unguarded, again"
     about = "unguarded steps against unguarded steps: what the machine's noise makes of a ratio of one"
+
+
+class Agreement(Watch):
+    name = "one all-reduce"
+    about = (
+        "unguarded but for one all-reduce of 16 bytes and its read by the host before each update: what every check "
+        "pays that stops all ranks in the same step, whatever it looks at"
+    )
+
+    def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._word = torch.zeros(2, dtype=torch.int64)
+
+    def after_backward(self, model: nn.Module) -> None:
+        dist.all_reduce(self._word, op=dist.ReduceOp.MAX)
+        self._word.tolist()
+
+
+CONTROLS: tuple[Callable[[], Watch], ...] = (Control, Agreement)
 
 
 class Guard(Watch):
@@ -172,7 +191,7 @@ class Overflow(Hooking):
 
 
 PEERS: tuple[Callable[[], Watch], ...] = (Anomaly, ModuleHooks, Concatenated, Overflow)
-COLUMNS = [make().name for make in (Control, *GUARDS, *PEERS)]
+COLUMNS = [make().name for make in (*CONTROLS, *GUARDS, *PEERS)]
 
 
 def is_installed(watch: Watch) -> bool:

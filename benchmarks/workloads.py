@@ -185,11 +185,15 @@ class Loop:
             self._train(item, watch)
         return Seconds(time.perf_counter() - wall, time.thread_time() - cpu)
 
-    def unwatched_step(self, batch: Tensor) -> Seconds:
-        """One step of the same model in the same memory with everything taken off."""
+    def steps(self, batch: Tensor, in_a_row: int) -> list[Seconds]:
+        """Steps with the watch, one after the other."""
+        return [self.step(batch) for _ in range(in_a_row)]
+
+    def unwatched_steps(self, batch: Tensor, in_a_row: int) -> list[Seconds]:
+        """Steps of the same model in the same memory with everything taken off."""
         self.watch.pause()
         try:
-            return self.step(batch, watched=False)
+            return [self.step(batch, watched=False) for _ in range(in_a_row)]
         finally:
             self.watch.resume()
 
