@@ -15,6 +15,7 @@ from torch._compile import _disable_dynamo
 from ddp_nanguard.tensors.containers import tensors_in
 
 from .autograd import in_backward
+from .nested import is_nested
 from .weak import WeakHook
 
 _log = logging.getLogger(__name__)
@@ -214,7 +215,7 @@ class BeforeStepHook(WeakHook):
             NonFiniteError: on every rank, to stop before the update.
         """
         events = self.target()
-        if events is None:
+        if events is None or is_nested(optimizer):
             return None
         if in_backward():
             raise ValueError(
@@ -243,7 +244,7 @@ class AfterStepHook(WeakHook):
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Report that the optimizer has stepped."""
         events = self.target()
-        if events is not None:
+        if events is not None and not is_nested(optimizer):
             events.after_update(optimizer)
 
 
@@ -253,7 +254,7 @@ class CountHook(WeakHook):
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Report that the optimizer has stepped."""
         events = self.target()
-        if events is not None:
+        if events is not None and not is_nested(optimizer):
             events.step += 1
 
 

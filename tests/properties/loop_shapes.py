@@ -1,0 +1,198 @@
+"""Training loops as data: drawn by hypothesis, with one fault at a known place, and what must be said about it.
+
+Nothing here runs a loop or knows the guard: the expectation comes from the drawn data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hypothesis import strategies as st
+
+STEPS = 3
+BLOCKS = 3
+"""Modules ``blocks.0`` to ``blocks.2``, each of which can spoil its output or its gradient."""
+WRAPPERS = ("plain", "ddp", "fsdp2")
+
+PLACES = ("input", "forward", "grad", "loss", "code", "weight", "moved", "buffer", "lr")
+"""
+``input``: a number of the batch; ``forward``, ``grad``: output and gradient of a block; ``loss``: code of the loss;
+``code``: a gradient changed between backward and step; ``weight``: a weight written before the step; ``moved``: a weight
+that ``optimizer.step`` itself makes bad; ``buffer``: a buffer written before the step; ``lr``: NaN from the schedule.
+"""
+
+
+@dataclass(frozen=True)
+class LoopFault:
+    """One fault; ``step`` and ``micro_batch`` say when, ``block`` where.
+
+    Attributes:
+        place: of `PLACES`.
+        call: which call of the model in the micro-batch, from 1.
+    """
+
+    place: str
+    rank: int
+    step: int
+    micro_batch: int = 0
+    block: int = 0
+    call: int = 1
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One training loop on two ranks.
+
+    Attributes:
+        wrapper: of `WRAPPERS`; two ranks with a plain model average their gradients themselves.
+        accumulation: micro-batches per step.
+        no_sync: gradients are communicated in the last micro-batch only.
+        entry: ``guard``: ``guard(...)`` is called; ``model``: the model itself; ``run``: ``guard.run``.
+        loader: batches come from ``guard.steps``.
+        watched: the loop hands its loss to ``guard.watch``.
+        loss_in_model: the model gets the target and returns its loss.
+        clip: ``none``, ``torch``, ``guard`` or ``value``.
+        scaler: a GradScaler scales the loss.
+        optimizers: one, or two of which the second steps in every other step.
+        surgery: what the loop makes of the gradients: ``none``, ``scale`` (in place), ``replace`` (new tensors), ``data``.
+        second_call: the model is called twice for one loss.
+        evaluates: an evaluation between steps.
+        ema: ``none``, ``registered``, ``unknown`` to the guard.
+        frozen: the second block has no gradients.
+        tied: the last block shares the weight of the first one.
+        sparse: an embedding with sparse gradients.
+        norm: a BatchNorm.
+        critic: another model, not guarded, is trained in between on the output.
+        deferred: the verdict is read one step late.
+        zero: gradients are zeroed before the backward, not after the update.
+    """
+
+    wrapper: str = "plain"
+    accumulation: int = 1
+    no_sync: bool = False
+    entry: str = "guard"
+    loader: bool = True
+    watched: bool = True
+    loss_in_model: bool = False
+    clip: str = "none"
+    scaler: bool = False
+    optimizers: int = 1
+    surgery: str = "none"
+    second_call: bool = False
+    evaluates: bool = False
+    ema: str = "none"
+    frozen: bool = False
+    tied: bool = False
+    sparse: bool = False
+    norm: bool = False
+    critic: bool = False
+    deferred: bool = False
+    zero: bool = False
+    fault: LoopFault | None = None
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a report may say of a fault: each field the values that are right, None for what is not known.
+
+    Attributes:
+        ranks: of the origin.
+        step: of the origin.
+        micro_batches: of the origin.
+        places: phase and name (layer, or slot where there is none), exact ones first, then honest ones.
+    """
+
+    ranks: tuple[int | None, ...]
+    step: int
+    micro_batches: tuple[int | None, ...]
+    places: tuple[tuple[str, str | None], ...]
+
+
+def _shapes() -> st.SearchStrategy[Shape]:
+    flag = st.booleans()
+    return st.builds(
+        Shape,
+        wrapper=st.sampled_from(WRAPPERS),
+        accumulation=st.integers(1, 3),
+        no_sync=flag,
+        entry=st.sampled_from(("guard", "model", "run")),
+        loader=flag,
+        watched=flag,
+        loss_in_model=flag,
+        clip=st.sampled_from(("none", "torch", "guard", "value")),
+        scaler=flag,
+        optimizers=st.integers(1, 2),
+        surgery=st.sampled_from(("none", "none", "scale", "replace", "data")),
+        second_call=flag,
+        evaluates=flag,
+        ema=st.sampled_from(("none", "registered", "unknown")),
+        frozen=flag,
+        tied=flag,
+        sparse=flag,
+        norm=flag,
+        critic=flag,
+        deferred=flag,
+        zero=flag,
+    ).map(possible)
+
+
+def possible(shape: Shape) -> Shape:
+    """What torch itself can do, and what the guard takes.
+
+    Args:
+        shape: as drawn.
+    """
+    if shape.wrapper == "fsdp2":  # no sparse gradients, and a shared parameter is one of the first module's group
+        shape = replace(shape, sparse=False, tied=False)
+    if shape.wrapper != "ddp":
+        shape = replace(shape, no_sync=shape.no_sync and shape.wrapper == "fsdp2")
+    if shape.sparse:  # torch clips and scales no sparse gradients
+        shape = replace(shape, clip="none", scaler=False, surgery="none")
+    if shape.scaler or shape.sparse or shape.wrapper == "plain":
+        shape = replace(shape, deferred=False)
+    if shape.wrapper == "ddp" and (shape.second_call or shape.tied):
+        shape = replace(shape, second_call=False)  # DDP broadcasts buffers in the second call
+    return shape
+
+
+@st.composite
+def faulty_loops(draw: st.DrawFn) -> Shape:
+    """A loop with a fault that can happen in it."""
+    shape = draw(_shapes())
+    places = [place for place in PLACES if can_happen(shape, place)]
+    fault = LoopFault(
+        place=draw(st.sampled_from(places)),
+        rank=draw(st.integers(0, 1)),
+        step=draw(st.integers(0, STEPS - 1)),
+        micro_batch=draw(st.integers(0, shape.accumulation - 1)),
+        block=draw(st.integers(0, BLOCKS - 1)),
+        call=draw(st.integers(1, 2)) if shape.second_call else 1,
+    )
+    return replace(shape, fault=fitted(shape, fault))
+
+
+def clean_loops() -> st.SearchStrategy[Shape]:
+    """A loop without a fault."""
+    return _shapes()
+
+
+def can_happen(shape: Shape, place: str) -> bool:
+    """Whether a fault of this place is one in such a loop: a scaler skips steps with bad gradients by itself."""
+    if place == "buffer":
+        return shape.norm
+    if shape.scaler and place in ("grad", "code"):
+        return False
+    return not (shape.scaler and place == "loss" and not (shape.watched or shape.entry == "run"))
+
+
+def fitted(shape: Shape, fault: LoopFault) -> LoopFault:
+    """The fault as it is felt: a bad weight lies in the last block, which always has one of its own."""
+    if fault.place in ("code", "weight", "moved", "buffer", "lr"):
+        fault = replace(fault, micro_batch=0, call=1)
+    if fault.place in ("code", "weight", "moved"):
+        fault = replace(fault, block=0)
+    if fault.place in ("moved",) and fault.step == STEPS - 1:
+        fault = replace(fault, step=STEPS - 2)
+    if fault.place == "lr":
+        fault = replace(fault, rank=0)
+    return fault
