@@ -93,19 +93,62 @@ class Shape:
 
 @dataclass(frozen=True)
 class Said:
-    """What a report may say of a fault: each field the values that are right, None for what is not known.
+    """What a report says of a fault: exactly this, of what the loop shows.
 
     Attributes:
-        ranks: of the origin.
+        rank: of the origin; None where the loop has carried the value to all ranks before anybody looked.
         step: of the origin.
-        micro_batches: of the origin.
-        places: phase and name (layer, or slot where there is none), exact ones first, then honest ones.
+        micro_batch: of the origin.
+        phase: of the origin.
+        layer: of the origin, "" for the root.
+        slot: of the origin; None where the layer says it all.
     """
 
-    ranks: tuple[int | None, ...]
+    rank: int | None
     step: int
-    micro_batches: tuple[int | None, ...]
-    places: tuple[tuple[str, str | None], ...]
+    micro_batch: int | None
+    phase: str
+    layer: str | None
+    slot: str | None
+
+
+def expected(shape: Shape) -> Said | None:
+    """What is to be said of the fault of a shape; None where it heals unseen."""
+    fault = shape.fault
+    assert fault is not None
+    at = (fault.rank, fault.step, fault.micro_batch)
+    match fault.place:
+        case "input":
+            return Said(*at, "input", None, None)
+        case "forward":
+            return Said(*at, "forward", f"blocks.{fault.block}", "output")
+        case "grad":
+            return Said(*at, "backward", f"blocks.{fault.block}", None)
+        case "loss" if shape.loss_in_model:
+            return Said(*at, "forward", "", None)
+        case "loss" if shape.watched or shape.entry == "run":
+            return Said(*at, "loss", None, None)
+        case "loss":  # nobody was shown the loss: the gradient that comes out of it is what is seen
+            return Said(*at, "backward", "head", None)
+        case "code" | "weight" | "moved":
+            phase = {"code": "loop", "weight": "state", "moved": "optimizer"}[fault.place]
+            rank = None if fault.place == "code" and _is_spread(shape) else fault.rank
+            return Said(rank, fault.step, None, phase, "blocks.0", "blocks.0.bias")
+        case "buffer":
+            return None if _is_healed(shape, fault) else Said(fault.rank, fault.step, None, "state", "norm", None)
+    return Said(0, fault.step, None, "optimizer", None, "g0.lr")
+
+
+def _is_spread(shape: Shape) -> bool:
+    """Whether the loop makes one rank's bad gradient that of all ranks: by the norm that FSDP2 clips by."""
+    return shape.wrapper == "fsdp2" and shape.clip in ("torch", "guard")
+
+
+def _is_healed(shape: Shape, fault: LoopFault) -> bool:
+    """Whether DDP overwrites the buffer by rank 0's: with each forward after one that had gradients and no no_sync."""
+    if shape.wrapper != "ddp" or fault.rank == 0:
+        return False
+    return not (shape.evaluates and fault.step > 0) or (shape.accumulation > 1 and not shape.no_sync)
 
 
 def _shapes() -> st.SearchStrategy[Shape]:

@@ -1,0 +1,54 @@
+"""A fault at any place of any training loop is named exactly, on every rank; a clean loop trains to the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.properties.loop_jobs import run_clean, run_shapes
+from tests.properties.loop_shapes import Said, Shape, clean_loops, expected, faulty_loops
+from tests.properties.test_origins import REPEATABLE
+from tests.ranks import run_ranks
+
+IN_A_ROW = 16
+"""Loops that one launch of two ranks runs, at most."""
+
+
+def _assert_named(shapes: list[Shape]) -> None:
+    first, second = run_ranks(run_shapes, timeout_s=120, shapes=shapes)
+    for shape, mine, other in zip(shapes, first, second, strict=True):
+        assert mine.get("text") == other.get("text"), shape
+        assert _said(shape, mine.get("report")) == expected(shape), (shape, mine.get("text"))
+
+
+def _said(shape: Shape, report: dict[str, Any] | None) -> Said | None:
+    if report is None:
+        return None
+    origin, wanted = report["origin"], expected(shape)
+    assert origin is not None, shape
+    layer = origin["layer"]
+    slot = origin["slot"] if wanted is not None and wanted.slot is not None else None
+    return Said(origin["rank"], origin["step"], origin["micro_batch"], origin["phase"], layer, slot)
+
+
+def _assert_clean(shapes: list[Shape]) -> None:
+    for rank in run_ranks(run_clean, timeout_s=120, shapes=shapes):
+        for shape, (unguarded, guarded) in zip(shapes, rank, strict=True):
+            assert guarded == unguarded, shape
+
+
+@pytest.mark.timeout(600)
+@REPEATABLE
+@given(st.lists(faulty_loops(), min_size=1, max_size=IN_A_ROW))
+def test_the_fault_is_named_exactly(shapes: list[Shape]) -> None:
+    _assert_named(shapes)
+
+
+@pytest.mark.timeout(600)
+@REPEATABLE
+@given(st.lists(clean_loops(), min_size=1, max_size=IN_A_ROW))
+def test_a_clean_loop_trains_to_the_same_bits(shapes: list[Shape]) -> None:
+    _assert_clean(shapes)
