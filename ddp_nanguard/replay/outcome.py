@@ -91,12 +91,13 @@ def not_replayable(rank: int, recorded: Site | None, reason: str) -> Result:
     return Result(rank, Outcome.CANNOT, recorded=recorded, reason=reason)
 
 
-def why_not_replayable(dump: Dump, alone: bool) -> str | None:
+def why_not_replayable(dump: Dump, alone: bool, by_script: bool = False) -> str | None:
     """Why this replay cannot give an answer, and what would be needed; None if it can.
 
     Args:
         dump: the dump.
         alone: whether one process stands for its rank, without peers.
+        by_script: whether the training script runs the step, with the code of its loop.
     """
     origin = dump.report.origin
     if origin is None:
@@ -108,6 +109,11 @@ def why_not_replayable(dump: Dump, alone: bool) -> str | None:
     if origin.phase is Phase.REDUCE and alone:
         n = dump.world_size
         return f"the value arose in communication: replay all {n} ranks with torchrun --nproc-per-node {n}"
+    if origin.phase is Phase.LOOP and not by_script:
+        return (
+            "every gradient was finite after the backward, and code between backward and step changed them, which no "
+            f"recipe runs: replay by the script, ddp-nanguard replay {dump.path} -- python train.py"
+        )
     if origin.phase is Phase.OPTIMIZER and origin.layer is not None and not _has_gradients(dump):
         return (
             "the update itself made the weights non-finite, and the weights from before it are gone: "
@@ -172,7 +178,9 @@ def _placed(dump: Dump, rank: int, then: Site | None) -> Site | None:
 
 
 def _came_by_reduce(dump: Dump, rank: int, site: Site | None) -> bool:
-    """Whether a gradient was first inspected after communication, because the loop had changed it (clipping)."""
+    """Whether a gradient was first seen bad after communication: peers, or code of the loop, may have made it so."""
+    if site is not None and site.phase is Phase.LOOP:
+        return dump.report.origin is None or dump.report.origin.phase is not Phase.LOOP
     read_late = site is not None and site.phase is Phase.BACKWARD and site.micro_batch is None
     return (
         read_late
@@ -267,7 +275,7 @@ def _need_not_come_again(key: SlotKey) -> bool:
     changed it. Where compiled code ran it holds for every slot: compiled code left all calls of a module in one slot,
     and the eager code around it meets other tensors.
     """
-    return key.phase is Phase.LOSS or (key.phase is Phase.BACKWARD and key.micro_batch is None)
+    return key.phase in (Phase.LOSS, Phase.LOOP) or (key.phase is Phase.BACKWARD and key.micro_batch is None)
 
 
 def _common_factor(recorded: _Slots, again: StepResult) -> str | None:
@@ -288,7 +296,7 @@ def _find_extra_slots(recorded: _Slots, again: StepResult, result: Result, watch
     known = {key for key, _ in recorded}
     if _was_compiled(known):
         return  # compiled then, eager now
-    extra = [key for key in again.slots if key not in known and key.phase is not Phase.REDUCE]
+    extra = [key for key in again.slots if key not in known and key.phase not in (Phase.REDUCE, Phase.LOOP)]
     if any(key.phase is Phase.LOSS or (key.phase is Phase.FORWARD and watches_layers) for key in extra):
         extra = [key for key in extra if watches_layers or key.phase is Phase.LOSS]
         result.notes.append(f"the replay has {len(extra)} slots that were not recorded, first {extra[0]}")

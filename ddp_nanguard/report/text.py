@@ -117,7 +117,7 @@ def _affected(report: FaultReport) -> str:
         return ""
     first = report.origin.rank if report.origin is not None else None
     others = tuple(rank for rank in report.ranks_affected if rank != first)
-    at_once = report.origin is not None and report.origin.phase in (Phase.STATE, Phase.OPTIMIZER)
+    at_once = report.origin is not None and report.origin.phase in (Phase.STATE, Phase.LOOP, Phase.OPTIMIZER)
     if first is None or not others or at_once:
         return f"; ranks affected: {listed(report.ranks_affected, total=report.num_ranks_affected)}"
     return f"; ranks affected: {first} first, then {listed(others, total=report.num_ranks_affected - 1)}"
@@ -145,6 +145,8 @@ def _next_command(report: FaultReport, lacks: str | None, script: str) -> str:
         return f"ddp-nanguard show {dump}; to replay an update, train with keep_previous=True"
     if lacks is not None:
         return f"ddp-nanguard show {dump}; to replay, {lacks}"
+    if origin is not None and origin.phase is Phase.LOOP and not script:
+        return f"ddp-nanguard show {dump}; to replay code of the loop: ddp-nanguard replay {dump} -- python train.py"
     return replay_text(dump, script)
 
 

@@ -91,7 +91,7 @@ def _vital(context: GuardContext, record: StepRecord, then: RankFindings) -> lis
     signs = vital_signs(then.slot_stats, context.scaler is not None)
     ranked = local_sites(blame_input(context, record, replace(then, slot_stats=signs)))
     sites = [each.site for each in ranked if not each.low_confidence]
-    return [site for site in sites if site.phase is not Phase.REDUCE and not is_late(site, ())]
+    return [site for site in sites if site.phase not in (Phase.REDUCE, Phase.LOOP) and not is_late(site, ())]
 
 
 def _has_moved(then: list[Site], now: list[Site]) -> bool:
@@ -214,7 +214,7 @@ def _is_shown(first: FaultReport, second: FaultReport, found: Concluded) -> bool
     then, now = first.origin, second.origin
     if found.outcome == "finite" or found.changed_after or not found.is_placed or then is None or now is None:
         return False
-    if then.phase is Phase.REDUCE or now.phase in (Phase.STATE, Phase.OPTIMIZER):
+    if then.phase is Phase.REDUCE or now.phase in (Phase.STATE, Phase.LOOP, Phase.OPTIMIZER):
         return False
     return found.outcome == "same" or then.rank == now.rank
 

@@ -341,6 +341,14 @@ def _grows(values: list[float]) -> bool:
     return total >= MIN_TOTAL and bool(total ** (1 / (len(values) - 1)) >= MIN_FACTOR)
 
 
+def changed_by_the_loop(known: ReportFacts) -> Reason | None:
+    """Every gradient was finite after the backward, and code between that and the step changed it."""
+    report, origin = known.report, known.origin
+    if report is None or origin is None or origin.phase is not Phase.LOOP:
+        return None
+    return Reason("code after the backward", report.cause)
+
+
 RULES: tuple[Callable[[ReportFacts], Reason | None], ...] = (
     hyper_parameter,
     finite_in_place,
@@ -350,4 +358,5 @@ RULES: tuple[Callable[[ReportFacts], Reason | None], ...] = (
     bad_input,
     growth,
     scale_collapse,
+    changed_by_the_loop,
 )
