@@ -59,7 +59,9 @@ def what(site: Site) -> str:
             return f"gradient of {site.slot} is {kind} only after communication; every rank's own gradient was finite"
         case Phase.LOOP:
             whose = "on every rank" if site.input_kind is None else "on this rank"
-            return f"gradient of {site.slot} is {kind}; finite after the backward {whose}, changed by code before the step"
+            return (
+                f"gradient of {site.slot} is {kind}; finite after the backward {whose}, changed by code before the step"
+            )
         case Phase.OPTIMIZER if site.layer is not None:
             return f"{site.slot} is {kind} after the update, and was not before it"
         case _:

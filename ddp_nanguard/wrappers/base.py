@@ -171,7 +171,10 @@ class GradientWatch:
             del self._leaves[name]
         if parameter.requires_grad and not nn.parameter.is_lazy(parameter):
             register: Callable[[WeakHook], RemovableHandle] = parameter.register_post_accumulate_grad_hook
-            self._leaves[name] = (parameter, register(self._eager_hook if id(parameter) in self._sparse else self._hook))
+            self._leaves[name] = (
+                parameter,
+                register(self._eager_hook if id(parameter) in self._sparse else self._hook),
+            )
             self.queue.set_name(parameter, name)
 
 

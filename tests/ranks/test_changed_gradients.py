@@ -1,6 +1,5 @@
 """Gradients that code of the loop makes non-finite between backward and step, and what comes before it in the order."""
 
-
 import math
 from pathlib import Path
 from typing import Any
@@ -127,7 +126,13 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]
 
 @pytest.mark.parametrize(
     ("job", "rank", "num_parameters"),
-    [("normalised", 0, 1), ("noise", 1, 4), ("noise, deferred", 1, 4), ("norm, fsdp1", 0, 1), ("normalised, fsdp2", 0, 1)],
+    [
+        ("normalised", 0, 1),
+        ("noise", 1, 4),
+        ("noise, deferred", 1, 4),
+        ("norm, fsdp1", 0, 1),
+        ("normalised, fsdp2", 0, 1),
+    ],
 )
 def test_code_between_backward_and_step_is_told_with_parameter_and_rank(
     ran: tuple[dict[str, Any], Path], job: str, rank: int, num_parameters: int

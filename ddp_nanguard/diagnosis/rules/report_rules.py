@@ -98,11 +98,8 @@ def finite_in_place(known: ReportFacts) -> Reason | None:
     again = known.report.second_look if known.report is not None else None
     if again is None or again.outcome != "finite":
         return None
-    sentence = f"the same step was finite once more in place, on the same device: {CHANCE}"
+    sentence = f"the same step was finite once more in place: {CHANCE}"
     return Reason("not reproduced", sentence, (f"second look: {again.text}",))
-
-
-CHANCE = "nondeterminism, dirty memory or the device's hardware, or Python state that no guard keeps"
 
 
 def scale_collapse(known: ReportFacts) -> Reason | None:
@@ -111,6 +108,9 @@ def scale_collapse(known: ReportFacts) -> Reason | None:
     if report is None or not report.cause.startswith("scale collapse"):
         return None
     return Reason("scale collapse", report.cause)
+
+
+CHANCE = "it was not given the same, or is not deterministic; what was compared is told beside it"
 
 
 # -- values that were bad before ---------------------------------------------------------------------------------------
