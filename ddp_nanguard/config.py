@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args, get_origin
 
-from .report.types import WATCHABLE, Phase
+from .report.types import WATCHABLE
 
 ENV_PREFIX = "NANGUARD_"
 

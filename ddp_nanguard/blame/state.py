@@ -32,8 +32,8 @@ def state_sites(blame_input: BlameInput) -> list[RankedSite]:
 def late_sites(blame_input: BlameInput) -> list[RankedSite]:
     """Sites of what can only have become bad in the course of the window, sorted behind its last micro-batch.
 
-    That is gradients after the reduce and as the loop changed them, state whose layer had run well before, buffers that the forwards wrote, and
-    hyper-parameters.
+    That is gradients after the reduce and as the loop changed them, state whose layer had run well before, buffers that
+    the forwards wrote, and hyper-parameters.
     """
     _, late = _changed_in_window(blame_input)
     written = [*late, *blame_input.nonfinite_state.buffers]

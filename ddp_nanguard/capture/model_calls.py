@@ -152,6 +152,8 @@ class ModelCalls:
         self._device = device
         self._copies = copies
         self._modules = modules
+        # whose sparse gradient is the memory of the output's own, which DDP divides
+        self._clones = any(getattr(module, "sparse", False) is True for module in modules)
         self._generators = {} if generators is None else generators
         every = -(-len(weights) // MAX_WEIGHTS) or 1
         self._weights = list(weights[::every])
@@ -279,6 +281,7 @@ class ModelCalls:
             call.problem = f"the gradient of its output is too large to be kept ({gradient.nbytes / 2**20:.0f} MiB)"
             return
         of_pass, detached = call.gradients.setdefault(task, {}), gradient.detach()
+        detached = detached.clone() if self._clones else detached
         of_pass[position] = detached if position not in of_pass else of_pass[position] + detached
 
     def note_loss(self, name: str, loss: Tensor) -> None:

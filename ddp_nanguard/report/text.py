@@ -141,8 +141,8 @@ def _not_known_who(report: FaultReport) -> str:
     if len(ranks) < 2 or is_placed or origin is None or origin.phase not in (Phase.FORWARD, Phase.LOSS):
         return ""
     return (
-        f"ranks {listed(ranks)} had it at once, so which was first is not known: each may have made it, or a collective "
-        "in loss or model has carried it"
+        f"ranks {listed(ranks)} had it at once, so which was first is not known: each may have made it, or a "
+        "collective in loss or model has carried it"
     )
 
 

@@ -89,7 +89,7 @@ def concluded(
         return Concluded("finite", f"{_who(finite)} finite on the second run, {text}; {whose}{why}", tuple(finite))
     changed_after = bool(changed) and report.origin is not None and report.origin.phase is Phase.BACKWARD
     if different:
-        said = f"{_who(different)} has other bits on the second run: {text}"
+        said = f"{_who(different)} with other bits on the second run: {text}"
         return Concluded("elsewhere", said, (), changed_after, is_placed=not elsewhere)
     return Concluded("same", _same_text(context, report, changed_after), (), changed_after)
 

@@ -160,7 +160,7 @@ def test_what_a_rank_made_is_told_though_an_all_reduce_of_the_loop_has_spread_it
     ran: tuple[dict[str, Any], Path],
 ) -> None:
     _, report = ran[0]["own all-reduce"]
-    assert (report["origin"]["rank"], report["origin"]["phase"]) == (1, "forward")
+    assert (report["origin"]["rank"], report["origin"]["phase"]) == (1, "input")
     assert all(site["phase"] != "loop" for site in report["sites"])
 
 
