@@ -8,6 +8,7 @@ from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.config import ENV_INJECT
 from ddp_nanguard.context import GuardContext
 from ddp_nanguard.probes.coverage import unchecked
+from ddp_nanguard.report.audit import contradictions, settled
 from ddp_nanguard.report.types import FaultReport, Phase, Site
 
 from . import local_sites
@@ -57,7 +58,7 @@ def shared_report(
     sites = _single_rank_sites(shared.sites) if is_single else _without_victims(shared.sites)
     origin = sites[0] if sites else None
     is_reduce = origin is not None and origin.phase is Phase.REDUCE
-    return FaultReport(
+    report = FaultReport(
         step=origin.step if origin is not None else record.step,
         world_size=context.ranks.world_size,
         wrapper=context.wrapper.kind,
@@ -72,6 +73,7 @@ def shared_report(
         single_rank_view=is_single,
         notes=_notes(context),
     )
+    return settled(report, contradictions(report))
 
 
 def _rank_fault(context: GuardContext, record: StepRecord, findings: RankFindings) -> RankFault:

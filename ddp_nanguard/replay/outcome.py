@@ -16,6 +16,7 @@ from ddp_nanguard.capture.window import MicroBatch
 from ddp_nanguard.dump.manifest import settings, versions
 from ddp_nanguard.dump.rank_records import Device
 from ddp_nanguard.dump.read import Dump
+from ddp_nanguard.report.audit import FOUND
 from ddp_nanguard.report.command_text import replay_all_text
 from ddp_nanguard.report.messages import what
 from ddp_nanguard.report.slot_key import SlotKey
@@ -166,9 +167,36 @@ def compare(
         result.differs.append(EAGER_NOW)
     # The recorded site is of a gradient that peers contributed to; this rank alone may well be finite.
     if alone and now is None and _came_by_reduce(dump, rank, then):
-        then = None
+        result.notes.append(
+            "what training saw on this rank came from others, or from code of the loop after the backward"
+        )
+        result.recorded = then = None
     _conclude(result, then, now, _Parting(dump, recorded, alone))
+    return _settled(result)
+
+
+def _settled(result: Result) -> Result:
+    """The result, or none where it says against itself that it is the same, or is not reproduced."""
+    text = contradiction(result)
+    if text is not None:
+        FOUND.append(f"replay of rank {result.rank}: {text}")
+        result.outcome, result.reason = Outcome.CANNOT, f"not known: what was seen contradicts itself: {text}"
     return result
+
+
+def contradiction(result: Result) -> str | None:
+    """Two statements of a result that cannot both hold; None where it is in order."""
+    differs = result.first_difference or next((name for name, same in result.losses.items() if not same), None)
+    if result.outcome is Outcome.SAME:
+        if (result.recorded is None) is not (result.replayed is None):
+            return "the same, and bad in only one of both runs"
+        return f"the same, and other bits at {differs}" if differs is not None else None
+    if result.outcome is Outcome.NOT_REPRODUCED:
+        if result.replayed is not None:
+            return "every value is finite now, and one is not"
+        if "hardware" in result.reason:
+            return "hardware is suspected, and no input was compared"
+    return None
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ def _evidence(origin: Site | None) -> str:
     if origin.phase is Phase.OPTIMIZER and origin.layer is None:
         return "a number in the optimizer's parameter groups"
     if evidence is None:
-        return "in the minimum and maximum of a tensor that has been freed since, so nothing is counted"
+        return "in the minimum and maximum of a tensor that was freed or changed since, so nothing is counted"
     return _counts(evidence)
 
 

@@ -224,6 +224,11 @@ def merged(first: FaultReport, second: FaultReport, found: Concluded) -> FaultRe
     if not _is_shown(first, second, found) or origin is None:
         return first
     cause = second.cause if not first.cause.startswith("scale collapse") else first.cause
+    if (
+        origin.rank is not None and origin.rank not in first.ranks_affected
+    ):  # it handed the value on before its own sign
+        affected = tuple(sorted((*first.ranks_affected, origin.rank)))
+        first = replace(first, ranks_affected=affected, num_ranks_affected=first.num_ranks_affected + 1)
     return replace(first, origin=origin, sites=second.sites, cause=cause, unchecked=second.unchecked)
 
 
