@@ -19,6 +19,8 @@ FOUND: list[str] = []
 """Every contradiction that was found in this process; empty in one without a defect. Tests look at it."""
 
 _OF_ONE_RANK = (Phase.INPUT, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD)
+_COMPUTED = (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD)  # that a batch item explains it is no more than likely
+
 DEVICE = "that device ("
 """How a text names a device as a suspect."""
 
@@ -243,7 +245,7 @@ RULES: tuple[tuple[Claim, Callable[[FaultReport], str | None]], ...] = (
 
 def _is_earlier(site: Site, origin: Site | None) -> bool:
     """Whether a site of one rank lies before the origin, by micro-batch and phase."""
-    if origin is None or site.step != origin.step or site.micro_batch is None or site.phase not in _OF_ONE_RANK:
+    if origin is None or site.step != origin.step or site.micro_batch is None or site.phase not in _COMPUTED:
         return False
     if origin.phase in (Phase.REDUCE, Phase.LOOP):
         return True

@@ -49,6 +49,8 @@ def what(site: Site) -> str:
             return f"{_call_text(site)}: {_input_text(site)}{kind} out" if site.slot == "output" else seen(site)
         case Phase.LOSS if site.input_kind is None:
             return f"{site.slot} is {kind}; the model's output was finite"
+        case Phase.LOSS if site.input_kind == "-inf":
+            return f"{site.slot} is {kind}; the model's output held -Inf"
         case Phase.BACKWARD if site.slot == "grad":
             return f"{_call_text(site)}: finite gradient in, {kind} gradient out"
         case Phase.BACKWARD if site.input_kind is None:

@@ -135,7 +135,7 @@ def _why_finite(context: GuardContext, given: Inputs) -> str:
 def _same_text(context: GuardContext, report: FaultReport, changed_after: bool) -> str:
     everywhere = f"same on all {report.world_size} ranks" if report.world_size > 1 else "same"
     if changed_after:
-        return f"{everywhere}: gradients are finite where backward makes them, so {_who_changed(report)} changed them"
+        return f"{everywhere}: gradients are finite where backward makes them, so {_who_changed(report)}"
     is_reduce = report.origin is not None and report.origin.phase is Phase.REDUCE
     if is_reduce and not context.wrapper.is_sharded:
         return f"{everywhere}, up to the communication, which was not run again"
@@ -151,7 +151,8 @@ def _hooked(context: GuardContext) -> frozenset[str]:
 
 def _who_changed(report: FaultReport) -> str:
     is_hook = report.origin is not None and report.origin.micro_batch is not None
-    return "a hook of the job on the parameter" if is_hook else "code after the backward"
+    hook = "a hook of the job on the parameter changed them"
+    return hook if is_hook else "code after the backward put others in their place, which no hook has seen"
 
 
 def as_compiled(found: Concluded, is_bad: bool) -> Concluded:

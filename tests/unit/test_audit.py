@@ -133,6 +133,7 @@ def test_what_contradicts_itself_is_not_known(name: str) -> None:
         (FORWARD, replace(FORWARD, rank=0), False),
         (LOSS, replace(FORWARD, micro_batch=1), False),
         (_site(Phase.STATE, micro_batch=None), FORWARD, False),
+        (LOSS, _site(Phase.INPUT), False),
     ],
 )
 def test_no_rank_has_recorded_anything_before_the_origin(origin: Site, own: Site, is_earlier: bool) -> None:
