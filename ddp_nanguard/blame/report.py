@@ -141,14 +141,14 @@ def _cause_of(origin: Site | None, sites: tuple[Site, ...], let_through: int | N
         case Phase.OPTIMIZER if let_through == origin.step:
             return f"the update of step {origin.step} used gradients that were known to be bad and were let through"
         case Phase.OPTIMIZER:
-            return "the update, or code of the loop since: gradients and hyper-parameters were finite at the verdict"
+            return "the update, or code of the loop: gradients and hyper-parameters were finite when looked at last"
         case _:
             return "unknown"
 
 
 def _changed_text(origin: Site, sites: tuple[Site, ...]) -> str:
     """What is known of gradients that were finite after the backward: not which of several came first."""
-    code = "code between backward and step changed it: clipping, noise, a division, or a collective of the loop"
+    code = "clipping, noise, a division or a collective of the loop, between backward and step"
     together = {site.slot for site in sites if site.phase is Phase.LOOP and site.rank == origin.rank}
     if len(together) == 1:
         return code

@@ -6,11 +6,14 @@ All of this is read on the fault path, against what a clean step leaves behind a
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
+from types import CellType, ModuleType
 from typing import Any
 
-import numpy
+from numpy import ndarray
 from torch import Tensor, nn
 
 from ddp_nanguard.capture.model_calls import ModelCall
@@ -27,6 +30,8 @@ from .compare import same_bits
 
 MAX_ITEMS = 4096
 """Plain values that are read of a model's Python objects."""
+MAX_BYTES = 2**20
+"""Of an array or a text that is read whole."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -131,20 +136,50 @@ def _is_local(stats: SlotStats) -> bool:
     return isinstance(source, GradientSource) and not source.reduced and not source.at_update
 
 
-def python_state(context: GuardContext) -> dict[tuple[str, str], Any]:
-    """Plain values in the attributes of the model's modules; what a call changes, the first one found otherwise."""
+def python_state(context: GuardContext, record: StepRecord) -> dict[tuple[str, str], Any]:
+    """Plain values that the step holds beside tensors; what a call changes, the first one found otherwise.
+
+    They are the attributes of the model's modules, and what the forwards of the user's own classes and the loop's step
+    function take from around them.
+    """
     left = [MAX_ITEMS]
-    return {
+    modules = context.wrapper.named_modules()
+    found = {
         (name, attribute): _read(value, left, 4)
-        for name, module in context.wrapper.named_modules()
+        for name, module in modules
         for attribute, value in own_attributes(module).items()
     }
+    functions = [type(m).forward for m in {type(m): m for _, m in modules}.values() if _is_users_own(type(m))]
+    functions += [call.function for call in record.window.calls.calls if call.is_step]
+    for function in functions:
+        found |= {(function.__qualname__, name): _read(value, left, 4) for name, value in _taken_from_around(function)}
+    return found
+
+
+def _is_users_own(kind: type) -> bool:
+    """Whether a class of modules is not torch's."""
+    return kind.__module__.partition(".")[0] != "torch"
+
+
+def _taken_from_around(function: Any) -> Iterator[tuple[str, Any]]:
+    """Names and values of a function's closure, and of the module's globals that its code names."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return
+    cells = zip(code.co_freevars, getattr(function, "__closure__", None) or (), strict=False)
+    yield from ((name, cell.cell_contents) for name, cell in cells if cell != _EMPTY)
+    around = function.__globals__
+    yield from ((name, around[name]) for name in code.co_names if name in around and not name.startswith("__"))
+
+
+_EMPTY = CellType()
+"""Of a name that is not bound yet."""
 
 
 def changed_by_a_call(before: Mapping[tuple[str, str], Any], after: Mapping[tuple[str, str], Any]) -> list[str]:
     """Names of attributes that differ between two readings of `python_state`."""
     keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
-    return [f"{module}.{attribute}" if module else attribute for module, attribute in keys]
+    return list(dict.fromkeys(f"{owner}.{name}" if owner else name for owner, name in keys))
 
 
 def _read(value: Any, left: list[int], depth: int) -> Any:
@@ -152,16 +187,26 @@ def _read(value: Any, left: list[int], depth: int) -> Any:
     left[0] -= 1
     if left[0] < 0 or depth == 0:
         return None
-    if isinstance(value, _PLAIN):
-        return repr(value)
+    try:
+        return _read_plain(value) if isinstance(value, (*_PLAIN, Tensor, ndarray)) else _read_parts(value, left, depth)
+    except Exception:  # an object of the user's that does not like to be looked at, or changes meanwhile
+        return None
+
+
+def _read_plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         return id(value), -1 if value.is_inference() else value._version
-    if isinstance(value, numpy.ndarray):
-        return value.shape, value.tobytes() if value.nbytes < 2**20 else None
+    if isinstance(value, ndarray):
+        return value.shape, value.tobytes() if value.nbytes < MAX_BYTES else None
+    return repr(value) if not isinstance(value, (str, bytes)) or len(value) < MAX_BYTES else (id(value), len(value))
+
+
+def _read_parts(value: Any, left: list[int], depth: int) -> Any:
     if isinstance(value, Mapping):
-        return [(repr(key), _read(item, left, depth - 1)) for key, item in list(value.items())]
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [_read(item, left, depth - 1) for item in list(value)]
-    if callable(value) or isinstance(value, nn.Module) or not hasattr(value, "__dict__"):
+        items = list(islice(value.items(), left[0]))
+        return len(value), [(_read(key, left, 2), _read(item, left, depth - 1)) for key, item in items]
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return len(value), [_read(item, left, depth - 1) for item in list(islice(value, left[0]))]
+    if callable(value) or isinstance(value, (nn.Module, ModuleType)) or not hasattr(value, "__dict__"):
         return id(value)
     return id(value), _read(vars(value), left, depth - 1)

@@ -68,7 +68,7 @@ def concluded(
     hooked = _hooked(context)
     given = inputs_of(context, record)
     if now.stateful:
-        given.unseen.append(f"Python state of the model, which a call changes ({listed(now.stateful, 3)})")
+        given.unseen.append(f"Python state that a call changes ({listed(now.stateful, 3)})")
     if names := other_gradients(then.recorded, now.findings.recorded):
         given.different.append(f"which parameters got a gradient ({listed(names, 3)})")
     mine = agreement(then.recorded, now.findings.recorded, now.outputs, context.wrapper.is_sharded, hooked)
@@ -126,10 +126,11 @@ def _why_finite(context: GuardContext, given: Inputs) -> str:
     if given.different:
         return f"it was not given the same: {listed(given.different, 6, separator='; ')}"[:MAX_WHY]
     rest = "memory that was not set, nondeterminism, or random streams and Python objects that the guard does not see"
+    undone = "tensors that were written past autograd and written back"
     if given.unseen:
         return f"not compared: {listed(given.unseen, 6, separator='; ')}: these, {rest}"[:MAX_WHY]
     same = "arguments, weights, buffers, random states, settings and modes were the same"
-    return f"{same}: {rest}; last of all that device ({socket.gethostname()}, {context.device})"
+    return f"{same}: {undone}, {rest}; last of all that device ({socket.gethostname()}, {context.device})"
 
 
 def _same_text(context: GuardContext, report: FaultReport, changed_after: bool) -> str:

@@ -111,9 +111,9 @@ class StepAgain:
             if eager and self.is_compiled:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             second = _context_like(context, self.record.step, everything)
-            before = python_state(context)
+            before = python_state(context, self.record)
             found = self._run(second, watcher)
-            found.stateful = changed_by_a_call(before, python_state(context))
+            found.stateful = changed_by_a_call(before, python_state(context, self.record))
             return found
 
     def _run(self, second: GuardContext, watcher: Watcher | None) -> SecondRun:

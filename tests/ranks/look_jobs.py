@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -103,7 +104,7 @@ def usual(job: Job, number: int) -> None:
 # -- 1. hardware, and memory that nobody wrote -------------------------------------------------------------------------
 
 
-OUT_OF_SIGHT = {"calls": 0}
+OUT_OF_SIGHT = [itertools.count(1)]  # which nothing can read without moving it on
 
 
 class Flaky(nn.Module):
@@ -116,15 +117,17 @@ class Flaky(nn.Module):
 
     def __init__(self, at: int, counts: bool = False) -> None:
         super().__init__()
-        OUT_OF_SIGHT["calls"] = 0
+        OUT_OF_SIGHT[0] = itertools.count(1)
         self.__dict__["counted"] = {"calls": 0} if counts else None
         self.at = at
 
     def forward(self, values: Tensor) -> Tensor:
-        counted = self.__dict__["counted"] if self.__dict__["counted"] is not None else OUT_OF_SIGHT
-        counted["calls"] += 1
+        number = next(OUT_OF_SIGHT[0])
+        counted = self.__dict__["counted"]
+        if counted is not None:
+            counted["calls"] += 1
         values = values * 1.0
-        if counted["calls"] == self.at and dist.get_rank() == 1:
+        if number == self.at and dist.get_rank() == 1:
             values.detach().numpy()[0, 1] = numpy.nan
         return values
 
@@ -143,6 +146,18 @@ def hardware(wrap: str = "ddp") -> Any:
 def counting() -> Any:
     """The model itself knows how often it was called."""
     return Job(_flaky(True)).run(lambda job, number: job.guard(job.values(number)).square().mean().backward())
+
+
+def counting_around() -> Any:
+    """The step function counts, in a variable around it."""
+    counted = {"steps": 0}
+
+    def counts(model: Any, batch: Tensor) -> Tensor:
+        counted["steps"] += 1
+        loss: Tensor = model(batch).square().mean()
+        return loss / (0.0 if counted["steps"] == BAD_STEP + 1 and dist.get_rank() == 1 else 1.0)
+
+    return Job(nn.Linear(4, 2)).run(lambda job, number: job.guard.run(counts, job.values(number)).backward())
 
 
 def thawed() -> Any:

@@ -403,6 +403,7 @@ JOBS: dict[str, Callable[[], Any]] = {
     "hardware": look_jobs.hardware,
     "hardware, sharded": partial(look_jobs.hardware, "fsdp2"),
     "counting": look_jobs.counting,
+    "counting around": look_jobs.counting_around,
     "thawed": look_jobs.thawed,
     "swapped": look_jobs.swapped,
     "overwritten": look_jobs.overwritten,

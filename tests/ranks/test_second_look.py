@@ -92,7 +92,11 @@ def test_a_fault_that_does_not_come_again_names_rank_host_and_device(found: dict
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("counting", "rank 0: not compared: Python state of the model, which a call changes (1.counted)"),
+        ("counting", "rank 0: not compared: Python state that a call changes (1.counted)"),
+        (
+            "counting around",
+            "rank 0: not compared: Python state that a call changes (counting_around.<locals>.counts.counted)",
+        ),
         ("thawed", "rank 0: it was not given the same: which parameters got a gradient (0.weight, 2.weight)"),
         ("swapped", "rank 1: it was not given the same: weights (their memory was swapped since the forward)"),
         ("overwritten", "rank 0: not compared: the bits of large arguments ([0])"),
