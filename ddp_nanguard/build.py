@@ -145,7 +145,9 @@ def compose(args: ValidatedArgs, ranks: RankGroup, recipe: str | None, device: t
         gradient=gradient,
         local_gradients=_without_hooks(wrapper, gradient, not forward.watched.layers) if watches_gradients else None,
         state=StateProbe(slots, parameters, named_buffers, args.optimizers, wrapper.local, config.is_ignored),
-        window=AccumulationWindow(device, config.copy_batch, config.hold_batches, [p for _, p in parameters]),
+        window=AccumulationWindow(
+            device, config.copy_batch, config.hold_batches, [p for _, p in parameters], [m for _, m in modules]
+        ),
         previous=PreviousStep() if config.keep_previous else None,
         scaler=WatchedScaler(args.scaler) if args.scaler is not None else None,
         recipe=recipe,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args, get_origin
 
-from .report.types import Phase
+from .report.types import WATCHABLE
 
 ENV_PREFIX = "NANGUARD_"
 
@@ -39,7 +39,7 @@ class GuardConfig:
     """What a non-finite loss does whose gradients are all finite; ignored with a scaler."""
 
     # - What is looked at
-    watch: tuple[str, ...] = tuple(str(phase) for phase in Phase)
+    watch: tuple[str, ...] = tuple(str(phase) for phase in WATCHABLE)
     """Phases that are looked at, by the values of `Phase`; by default all."""
     skip_types: tuple[str, ...] = ()
     """Class names of modules that get no hooks."""
@@ -126,7 +126,7 @@ class GuardConfig:
     def _validate(self) -> None:
         for field in dataclasses.fields(self):
             _check_type(field.name, getattr(self, field.name), _annotation(type(self), field.name))
-        phases = [str(phase) for phase in Phase]
+        phases = [str(phase) for phase in WATCHABLE]
         for phase in self.watch:
             if phase not in phases:
                 raise ValueError(f"option watch={phase!r} is no phase; valid: {', '.join(phases)}")

@@ -13,6 +13,8 @@ import numpy
 import pytest
 import torch
 
+from ddp_nanguard.report import audit
+
 REPOSITORY = Path(__file__).parent.parent
 ALLOWED_NEW = {".pytest_cache", ".hypothesis", ".mypy_cache", ".ruff_cache", "__pycache__", ".coverage"}
 NOT_OURS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_")  # pytest and torch set these themselves
@@ -29,6 +31,14 @@ def _seeds() -> None:
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_contradictions() -> Iterator[None]:
+    """No report and no replay of any test says anything against itself; ranks are asked in `rank_processes`."""
+    audit.FOUND.clear()
+    yield
+    assert not audit.FOUND, f"a report contradicts itself: {audit.FOUND}"
 
 
 @pytest.fixture(autouse=True)

@@ -311,4 +311,14 @@ def _run(task: _Task) -> Any:
         # a body may end before a peer has connected
         store.set(f"connected-{task.rank}", "yes")
         store.wait([f"connected-{peer}" for peer in range(task.world_size)])
-    return task.body(task.rank, task.world_size, **task.kwargs)
+    try:
+        return task.body(task.rank, task.world_size, **task.kwargs)
+    finally:
+        _require_no_contradictions()
+
+
+def _require_no_contradictions() -> None:
+    """No report that was made in this process says anything against itself."""
+    from ddp_nanguard.report.audit import FOUND
+
+    assert not FOUND, f"a report contradicts itself: {FOUND}"

@@ -42,8 +42,13 @@ def _backward_stats(blame_input: BlameInput) -> dict[int | None, list[SlotStats]
     """Slots of gradients before the reduce by micro-batch; None for those of several micro-batches together."""
     by_micro_batch: dict[int | None, list[SlotStats]] = {}
     bad_after_reduce: set[str] = set()
+    seen_before: set[str] = set()
     for stats in blame_input.slot_stats:
         source = stats.source
+        if isinstance(source, GradientSource):
+            if source.at_update and source.name in seen_before:
+                continue  # what the loop made of it, see `changed_gradients`
+            seen_before.add(source.name)
         if isinstance(source, GradientSource) and not is_clean(stats):
             # once a reduce of this window has brought a bad value, what accumulates on it tells nothing of this rank
             if source.name in bad_after_reduce:
@@ -55,6 +60,24 @@ def _backward_stats(blame_input: BlameInput) -> dict[int | None, list[SlotStats]
         elif isinstance(source, GradientSource) and not source.reduced:
             by_micro_batch.setdefault(source.micro_batch, []).append(stats)
     return by_micro_batch
+
+
+def changed_gradients(slot_stats: list[SlotStats]) -> list[tuple[str, str]]:
+    """Name and kind of each gradient that was finite wherever the backward left it, and bad at the update.
+
+    Args:
+        slot_stats: of one step.
+    """
+    was_finite: dict[str, bool] = {}
+    found: dict[str, str] = {}
+    for stats in slot_stats:
+        source, kind = stats.source, kind_of(stats.minimum, stats.maximum)
+        if not isinstance(source, GradientSource):
+            continue
+        if source.at_update and kind is not None and was_finite.get(source.name, False):
+            found.setdefault(source.name, kind)
+        was_finite[source.name] = was_finite.get(source.name, True) and kind is None
+    return list(found.items())
 
 
 class _BackwardBlame:

@@ -162,13 +162,20 @@ def loss_sites(blame_input: BlameInput) -> list[RankedSite]:
                 blame_input.rank, blame_input.step, source.micro_batch, Phase.LOSS, None, None, source.name, kind
             )
             loss = blame_input.losses.get((source.micro_batch, source.name))
-            found = evidence(loss) if loss is not None else None
+            found = _if_bad(evidence(loss)) if loss is not None else None
             input_kind = outputs.get(source.micro_batch, "unchecked")
             follows = _gradient_was_bad_before(blame_input, source.micro_batch, stats.order)
             input_kind = "unchecked" if follows else input_kind
             site = replace(site, order=stats.order, input_kind=input_kind, evidence=found)
             sites.append(RankedSite(site, low_confidence=follows, order_key=source.micro_batch))
     return sites
+
+
+def _if_bad(counted: Evidence | None) -> Evidence | None:
+    """None for a tensor that holds nothing non-finite any more: the loop has written into it since."""
+    if counted is None or counted.num_nan + counted.num_inf + counted.num_neg_inf == 0:
+        return None
+    return counted
 
 
 def _gradient_was_bad_before(blame_input: BlameInput, micro_batch: int, order: int) -> bool:

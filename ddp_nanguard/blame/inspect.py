@@ -24,6 +24,7 @@ from ddp_nanguard.tensors.containers import named_tensors_in, path_text
 from ddp_nanguard.tensors.minmax import evidence, kind_in, kind_of
 
 from . import BlameInput, NonFiniteState, NonFiniteTensor, RankedSite, known_nonfinite
+from .backward import changed_gradients
 from .confirm import confirm
 
 
@@ -186,17 +187,23 @@ def _reduced_findings(context: GuardContext, record: StepRecord, slot_stats: lis
 
     The kind is that of the slot, since clipping may have spread a NaN to gradients that were finite then.
     """
+    reduced = [s for s in slot_stats if isinstance(s.source, GradientSource) and s.source.reduced and not is_clean(s)]
+    named = [(stats.source.name, kind_of(stats.minimum, stats.maximum)) for stats in reduced]
+    return _by_original(context, record, [(name, kind) for name, kind in named if kind is not None])
+
+
+def _changed_findings(context: GuardContext, record: StepRecord, slot_stats: list[SlotStats]) -> list[NonFiniteTensor]:
+    """Gradients that code of the loop has made non-finite after the backward, by original parameter."""
+    return _by_original(context, record, changed_gradients(slot_stats))
+
+
+def _by_original(context: GuardContext, record: StepRecord, bad: list[tuple[str, str]]) -> list[NonFiniteTensor]:
     own = dict(context.wrapper.named_parameters())
-    found: list[NonFiniteTensor] = []
-    for stats in slot_stats:
-        if isinstance(stats.source, GradientSource) and stats.source.reduced and not is_clean(stats):
-            kind = kind_of(stats.minimum, stats.maximum)
-            assert kind is not None
-            found += _reduced_shards(context, record, stats.source.name, own[stats.source.name], kind)
+    found = [shard for name, kind in bad for shard in _gradient_shards(context, record, name, own[name], kind)]
     return list({bad_tensor.name: bad_tensor for bad_tensor in found}.values())
 
 
-def _reduced_shards(
+def _gradient_shards(
     context: GuardContext, record: StepRecord, name: str, parameter: nn.Parameter, kind: str
 ) -> list[NonFiniteTensor]:
     if parameter.grad is None or not record.is_current:
@@ -238,6 +245,7 @@ def blame_input(context: GuardContext, record: StepRecord, findings: RankFinding
         batch=_batch_findings(micro_batches) if Phase.INPUT in context.config.watched else [],
         nonfinite_state=findings.nonfinite_state,
         reduced=_reduced_findings(context, record, findings.slot_stats),
+        changed=_changed_findings(context, record, findings.slot_stats),
         hyper_parameters=findings.hyper_parameters,
         known_nonfinite=frozenset().union(*known),
     )

@@ -8,6 +8,7 @@ from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.config import ENV_INJECT
 from ddp_nanguard.context import GuardContext
 from ddp_nanguard.probes.coverage import unchecked
+from ddp_nanguard.report.audit import contradictions, settled
 from ddp_nanguard.report.types import FaultReport, Phase, Site
 
 from . import local_sites
@@ -57,7 +58,7 @@ def shared_report(
     sites = _single_rank_sites(shared.sites) if is_single else _without_victims(shared.sites)
     origin = sites[0] if sites else None
     is_reduce = origin is not None and origin.phase is Phase.REDUCE
-    return FaultReport(
+    report = FaultReport(
         step=origin.step if origin is not None else record.step,
         world_size=context.ranks.world_size,
         wrapper=context.wrapper.kind,
@@ -66,12 +67,13 @@ def shared_report(
         holders=shared.holders if is_reduce else (),
         num_ranks_affected=shared.num_affected,
         ranks_affected=shared.affected,
-        cause=_with_more(cause, _cause_of(origin, let_through)),
+        cause=_with_more(cause, _cause_of(origin, sites, let_through)),
         nonfinite_state=shared.nonfinite_state,
         unchecked=shared.unchecked,
         single_rank_view=is_single,
         notes=_notes(context),
     )
+    return settled(report, contradictions(report))
 
 
 def _rank_fault(context: GuardContext, record: StepRecord, findings: RankFindings) -> RankFault:
@@ -97,21 +99,27 @@ def _notes(context: GuardContext) -> tuple[str, ...]:
 
 
 def _single_rank_sites(sites: tuple[Site, ...]) -> tuple[Site, ...]:
-    """The sites, where peers could not be asked: whether their gradients were finite before the reduce is not known."""
-    return tuple(replace(site, input_kind="unchecked") if site.phase is Phase.REDUCE else site for site in sites)
+    """The sites, where peers could not be asked: whether their gradients were finite before is not known."""
+    return tuple(replace(site, input_kind="unchecked") if site.phase in _SPREADING else site for site in sites)
+
+
+_SPREADING = (Phase.REDUCE, Phase.LOOP)
+"""Phases in which a value may come from another rank, or from another gradient: the reduce, then clipping and such."""
 
 
 def _without_victims(sites: tuple[Site, ...]) -> tuple[Site, ...]:
-    """The sites without those of the reduce, if any rank had a bad value before it: then the reduce only spread it."""
+    """The sites without those to which the reduce, or code after it, has only spread what was bad before."""
     is_spread = any(site.phase in (Phase.INPUT, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD) for site in sites)
-    return tuple(site for site in sites if site.phase is not Phase.REDUCE) if is_spread else sites
+    is_reduced = any(site.phase is Phase.REDUCE for site in sites)
+    victims = _SPREADING if is_spread else ((Phase.LOOP,) if is_reduced else ())
+    return tuple(site for site in sites if site.phase not in victims)
 
 
 def _with_more(cause: str, known: str) -> str:
     return known if not cause else (cause if known.startswith("unknown") else f"{known}; {cause}")
 
 
-def _cause_of(origin: Site | None, let_through: int | None) -> str:
+def _cause_of(origin: Site | None, sites: tuple[Site, ...], let_through: int | None) -> str:
     if origin is None:
         return "unknown: no probe saw where the value came from"
     # a case without `input_kind` is for a value that was made there: what it was made from was seen finite
@@ -126,11 +134,22 @@ def _cause_of(origin: Site | None, let_through: int | None) -> str:
             return "the loss function made it from a finite model output"
         case Phase.REDUCE if origin.input_kind is None:
             return "finite on every rank before communication, non-finite after it"
+        case Phase.LOOP:
+            return _changed_text(origin, sites)
         case Phase.OPTIMIZER if origin.layer is None:
             return "a hyper-parameter is not a finite number"
         case Phase.OPTIMIZER if let_through == origin.step:
             return f"the update of step {origin.step} used gradients that were known to be bad and were let through"
         case Phase.OPTIMIZER:
-            return "the update, or code of the loop since: gradients and hyper-parameters were finite at the verdict"
+            return "the update, or code of the loop: gradients and hyper-parameters were finite when looked at last"
         case _:
             return "unknown"
+
+
+def _changed_text(origin: Site, sites: tuple[Site, ...]) -> str:
+    """What is known of gradients that were finite after the backward: not which of several came first."""
+    code = "clipping, noise, a division or a collective of the loop, between backward and step"
+    together = {site.slot for site in sites if site.phase is Phase.LOOP and site.rank == origin.rank}
+    if len(together) == 1:
+        return code
+    return f"{code}; {len(together)} gradients were seen bad together, so which was first is not known"

@@ -1,4 +1,4 @@
-"""Blame for parameters, buffers, optimizer state, hyper-parameters, and for what the reduce made non-finite."""
+"""Blame for state and hyper-parameters, and for gradients that the reduce or code of the loop made non-finite."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ def state_sites(blame_input: BlameInput) -> list[RankedSite]:
 def late_sites(blame_input: BlameInput) -> list[RankedSite]:
     """Sites of what can only have become bad in the course of the window, sorted behind its last micro-batch.
 
-    That is gradients after the reduce, state whose layer had run well before, buffers that the forwards wrote, and
-    hyper-parameters.
+    That is gradients after the reduce and as the loop changed them, state whose layer had run well before, buffers that
+    the forwards wrote, and hyper-parameters.
     """
     _, late = _changed_in_window(blame_input)
     written = [*late, *blame_input.nonfinite_state.buffers]
     sites = [_site(blame_input, f, Phase.REDUCE, blame_input.step, n) for n, f in enumerate(blame_input.reduced)]
+    sites += [_site(blame_input, f, Phase.LOOP, blame_input.step, n) for n, f in enumerate(blame_input.changed)]
     sites += [
         _site(blame_input, f, Phase.STATE, blame_input.step, n, input_kind="unchecked") for n, f in enumerate(written)
     ]

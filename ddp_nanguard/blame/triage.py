@@ -28,6 +28,10 @@ from .inspect import RankFindings, blame_input, rescan
 from .report import report_of
 
 HARMLESS = "every gradient is finite, the weights are in no danger (on_loss='warn' lets such steps pass)"
+SKIPPED = (
+    "gradients were non-finite too, and no update uses them: other code has made them finite or skips the update; if "
+    "that is a GradScaler, pass scaler= (on_loss='warn' lets such steps pass)"
+)
 OVERFLOWED = (
     "gradients or weights are so large (beyond 1e19) that their norm overflows, although every element is finite: the "
     "step goes on; clipping by norm would make all gradients zero (said once)"
@@ -150,13 +154,14 @@ class Triage:
         """
         findings = rescan(self._context, record)
         severity, cause, warnings = judgement.severity, judgement.cause, judgement.warnings
+        gradients_bad = False
         if not cause:
-            severity, told = self._confirmed(severity, record, findings)
+            severity, told, gradients_bad = self._confirmed(severity, record, findings)
             warnings += told
         if severity is Severity.CLEAN:
             return Judgement(Decision.PROCEED, warnings=warnings)
         if severity is Severity.LOSS:
-            cause = HARMLESS
+            cause = SKIPPED if gradients_bad else HARMLESS
         report = self.report(record, findings, cause)
         return Judgement(None, severity, cause, warnings, findings, report)
 
@@ -201,11 +206,11 @@ class Triage:
 
     def _confirmed(
         self, severity: Severity, record: StepRecord, findings: RankFindings
-    ) -> tuple[Severity, tuple[str, ...]]:
-        """The severity after the second look, and a warning where that is lower; see [Note: confirmed]."""
+    ) -> tuple[Severity, tuple[str, ...], bool]:
+        """The severity after the second look, a warning where that is lower, and whether gradients were seen bad."""
         context = self._context
         if not record.is_current:
-            return severity, ()  # its gradients are gone, its update has been withheld
+            return severity, (), False  # its gradients are gone, its update has been withheld
         other = bool(findings.nonfinite_state.names() or findings.hyper_parameters)
         # a scaler that was not passed to the guard has set found_inf, and the device is going to skip the update
         foreign_skip = any(getattr(optimizer, "found_inf", None) is not None for optimizer in context.optimizers)
@@ -220,15 +225,15 @@ class Triage:
         )
         if overflowed and not (other or seen or now):
             on_loss = Severity.LOSS if context.scaler is None else Severity.FAULT
-            return on_loss if loss else Severity.CLEAN, self._once(OVERFLOWED, OVERFLOWED)
+            return on_loss if loss else Severity.CLEAN, self._once(OVERFLOWED, OVERFLOWED), False
         by_gradients_alone = severity is Severity.FAULT and seen and not other and context.scaler is None
         if not by_gradients_alone or (now and not foreign_skip):
-            return severity, ()
+            return severity, (), False
         text = (
             "gradients were non-finite in backward, but no update uses them (other code has made them finite or "
             "skips the update), so the step goes on; if that is a GradScaler, pass scaler= (said once)"
         )
-        return Severity.LOSS if loss else Severity.CLEAN, self._once(text, text)
+        return Severity.LOSS if loss else Severity.CLEAN, self._once(text, text), True
 
     # -- warnings ----------------------------------------------------------------------------------------------------
 

@@ -106,6 +106,7 @@ class BlameInput:
         batch: non-finite batch items, with their path as name.
         nonfinite_state: parameters, buffers and optimizer state that are bad now.
         reduced: non-finite gradients after the reduce, by original parameter.
+        changed: gradients that were finite after the backward and non-finite at the update, by original parameter.
         hyper_parameters: bad numbers in the parameter groups.
         known_nonfinite: what was non-finite in clean steps, which only gives sites of low confidence.
     """
@@ -120,6 +121,7 @@ class BlameInput:
     batch: list[NonFiniteTensor] = field(default_factory=list)
     nonfinite_state: NonFiniteState = field(default_factory=NonFiniteState)
     reduced: list[NonFiniteTensor] = field(default_factory=list)
+    changed: list[NonFiniteTensor] = field(default_factory=list)
     hyper_parameters: list[NonFiniteTensor] = field(default_factory=list)
     known_nonfinite: frozenset[KnownNonFinite] = frozenset()
 

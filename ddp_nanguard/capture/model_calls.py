@@ -17,10 +17,14 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddp_nanguard.hooks.frames import is_users_own
 from ddp_nanguard.tensors.containers import copy_containers, named_tensors_in, path_text
+
+from . import rng
+from .rng import RandomState
+from .surroundings import Surroundings, surroundings
 
 MAX_GRADIENT_BYTES = 64 * 2**20
 """Gradients of outputs that are kept per window."""
@@ -45,7 +49,8 @@ class ModelCall:
         function: what was called.
         args, kwargs: with which arguments; containers are copies, tensors are not.
         micro_batch: index in the window.
-        torch_state, device_state: random states of torch before it, uint8; the latter None without an accelerator.
+        random_state: random states before it.
+        around: what else it depends on.
         autocast: per device type, whether autocast was on, and its dtype.
         is_step: whether ``function`` is the loop's step function, whose outputs are losses.
         gradients: by backward pass and position among the outputs, the gradient that reached it, detached.
@@ -61,8 +66,8 @@ class ModelCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     micro_batch: int
-    torch_state: Tensor
-    device_state: Tensor | None
+    random_state: RandomState
+    around: Surroundings
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     is_step: bool
     gradients: dict[int, dict[int, Tensor]] = field(default_factory=dict)
@@ -79,6 +84,10 @@ class ModelCall:
         """Path of an argument that was changed after the call; None where none was. Host sync: one per small one."""
         paths = (path_text(argument.path[1:]) for argument in self._arguments if argument.has_changed())
         return next(paths, None)
+
+    def unseen_arguments(self) -> list[str]:
+        """Paths of tensors that may have been written without a trace, being too large or too many to be summed."""
+        return [path_text(each.path[1:]) for each in self._arguments if each.sum is None and each.tensor.numel()]
 
     def has_changed_mode(self) -> bool:
         """Whether the model has been put into another mode since: a dropout or BatchNorm would not do the same."""
@@ -125,17 +134,32 @@ class ModelCalls:
         device: of the model.
         weights: parameters; a few of them are looked at.
         copies: whether arguments are copied instead of referred to (option ``copy_batch``).
+        modules: of the model, whose modes are kept.
+        generators: registered random generators by name.
 
     Memory: arguments by reference (copies with ``copy_batch``), and at most `MAX_GRADIENT_BYTES` of gradients, until
     the window is closed.
     """
 
-    def __init__(self, device: torch.device, weights: Sequence[Tensor] = (), copies: bool = False) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        weights: Sequence[Tensor] = (),
+        copies: bool = False,
+        modules: Sequence[nn.Module] = (),
+        generators: rng.Generators | None = None,
+    ) -> None:
         self._device = device
         self._copies = copies
+        self._modules = modules
+        # whose sparse gradient is the memory of the output's own, which DDP divides
+        self._clones = any(getattr(module, "sparse", False) is True for module in modules)
+        self._generators = {} if generators is None else generators
         every = -(-len(weights) // MAX_WEIGHTS) or 1
         self._weights = list(weights[::every])
         self._weight_versions: list[int] = []
+        self._weight_addresses: list[int] = []
+        self._had_gradients = False
         self._types = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
         self.events: list[StepEvent] = []
         self._open: list[ModelCall] = []  # that have not returned, outermost first; what raised stays until `clear`
@@ -158,7 +182,7 @@ class ModelCalls:
         kwargs: dict[str, Any],
         micro_batch: int,
         is_step: bool,
-        torch_state: Tensor | None = None,
+        random_state: RandomState | None = None,
     ) -> ModelCall:
         """Record a call that is about to be made. Host sync: none.
 
@@ -168,10 +192,12 @@ class ModelCalls:
             kwargs: its keyword arguments.
             micro_batch: index in the window.
             is_step: whether it is the loop's step function.
-            torch_state: torch's random state now, where it is known.
+            random_state: random states now, where they are known.
         """
         if not self.events:
             self._weight_versions = _versions(self._weights)
+            self._weight_addresses = _addresses(self._weights)
+            self._had_gradients = any(weight.grad is not None for weight in self._weights)
         # the common case has no container to copy
         is_flat = not (kwargs or self._copies) and all(type(arg) is Tensor for arg in args)
         kept_args = args if is_flat else copy_containers(args, self._kept)
@@ -181,8 +207,8 @@ class ModelCalls:
             kept_args,
             kept_kwargs,
             micro_batch,
-            torch.get_rng_state() if torch_state is None else torch_state,
-            _device_state(self._device),
+            rng.capture(self._device, self._generators) if random_state is None else random_state,
+            surroundings(self._modules),
             tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in self._types),
             is_step,
             caller=_users_position(),
@@ -197,6 +223,15 @@ class ModelCalls:
     def weights_have_changed(self) -> bool:
         """Whether weights were written since the first call of the window, as far as their versions tell."""
         return self._weight_versions != _versions(self._weights)
+
+    def weights_were_elsewhere(self) -> bool:
+        """Whether the memory of a weight is another than at the first call of the window: it was swapped."""
+        return self._weight_addresses != _addresses(self._weights)
+
+    @property
+    def had_gradients(self) -> bool:
+        """Whether weights had gradients when the window began, onto which its own were accumulated."""
+        return self._had_gradients
 
     def abandon(self) -> None:
         """The function that was called last has raised."""
@@ -246,6 +281,7 @@ class ModelCalls:
             call.problem = f"the gradient of its output is too large to be kept ({gradient.nbytes / 2**20:.0f} MiB)"
             return
         of_pass, detached = call.gradients.setdefault(task, {}), gradient.detach()
+        detached = detached.clone() if self._clones else detached
         of_pass[position] = detached if position not in of_pass else of_pass[position] + detached
 
     def note_loss(self, name: str, loss: Tensor) -> None:
@@ -261,7 +297,7 @@ class ModelCalls:
 
     def empty_copy(self) -> ModelCalls:
         """The record of another window of the same model."""
-        return ModelCalls(self._device, self._weights, self._copies)
+        return ModelCalls(self._device, self._weights, self._copies, self._modules, self._generators)
 
     def _kept(self, tensor: Tensor) -> Tensor:
         if not self._copies or tensor.requires_grad:  # of a graph: the loop cannot change it in place unseen
@@ -373,9 +409,6 @@ def _versions(tensors: list[Tensor]) -> list[int]:
         return list(map(_version, tensors))
 
 
-def _device_state(device: torch.device) -> Tensor | None:
-    if device.type in ("cpu", "meta"):
-        return None
-    module = torch.get_device_module(device)
-    state: Tensor = module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
-    return state
+def _addresses(tensors: list[Tensor]) -> list[int]:
+    """Where each lies; 0 for one that has no memory of its own."""
+    return [tensor.data_ptr() if type(tensor) is nn.Parameter else 0 for tensor in tensors]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddp_nanguard.tensors.containers import copy_containers, named_tensors_in, path_text
 from ddp_nanguard.tensors.minmax import kind_in
@@ -50,6 +50,7 @@ class AccumulationWindow:
         copy_batch: whether batch tensors are copied instead of referred to.
         hold: where batches are held; ``host`` copies them to pinned memory without waiting.
         weights: the model's parameters.
+        modules: the model's modules.
 
     Attributes:
         micro_batches: those begun so far.
@@ -62,11 +63,16 @@ class AccumulationWindow:
     """
 
     def __init__(
-        self, device: torch.device, copy_batch: bool, hold: Literal["device", "host"], weights: Sequence[Tensor] = ()
+        self,
+        device: torch.device,
+        copy_batch: bool,
+        hold: Literal["device", "host"],
+        weights: Sequence[Tensor] = (),
+        modules: Sequence[nn.Module] = (),
     ) -> None:
         self._device = device
         self.generators: dict[str, Any] = {}
-        self.calls = ModelCalls(device, weights, copy_batch)
+        self.calls = ModelCalls(device, weights, copy_batch, modules, self.generators)
 
         # - Batches. Tensors kept by reference can be changed in place by the step, which would make the dump lie: their
         # versions tell

@@ -33,7 +33,7 @@ def replay_script(options: argparse.Namespace) -> int:
     dump = open_dump(options.dump)
     rank = options.rank if options.rank is not None else origin_rank(dump)
     dump.evidence(rank)  # raises where the dump has no such rank
-    reason = why_not_replayable(dump, alone=True)
+    reason = why_not_replayable(dump, alone=True, by_script=True)
     if reason is not None:
         if dump.report.origin is not None and dump.report.origin.phase is Phase.REDUCE:
             paths = os.pathsep.join(options.dump)

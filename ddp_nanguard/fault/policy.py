@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from ddp_nanguard.blame.audit import audited
 from ddp_nanguard.blame.inspect import RankFindings, rescan
 from ddp_nanguard.blame.triage import Decision, Judgement, Triage
 from ddp_nanguard.capture.command import command
@@ -244,7 +245,7 @@ class FaultPolicy:
         looked = look_again(
             Fault(context, record, report, findings, known_before(context, findings), keep_gradients, silent)
         )
-        report = told_why(context, record, looked, judgement.cause)
+        report = audited(context.ranks, told_why(context, record, looked, judgement.cause), findings)
         if report.second_look is not None:
             _log.error("%s", looked_line(report))
         self._amend(report, alone=context.ranks.peers_lost)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from ddp_nanguard.config import GuardConfig
-from ddp_nanguard.report.types import Phase
+from ddp_nanguard.report.types import WATCHABLE
 from ddp_nanguard.report.wording import layer_text, listed, plural
 
 from .calls import ModuleCall
@@ -36,7 +36,7 @@ def unchecked(
     found = _modules(config, forward, calls, stats) if forward.watched.layers else []
     if not forward.watched.layers and config.layers == "none":
         found.append(NO_LAYERS)
-    return found + [f"phase {phase} (not watched)" for phase in Phase if phase not in config.watched]
+    return found + [f"phase {phase} (not watched)" for phase in WATCHABLE if phase not in config.watched]
 
 
 def _modules(

@@ -39,11 +39,13 @@ class GradientSource:
         name: clean name of the parameter.
         micro_batch: index in the step; None after the reduce, and where one backward serves several micro-batches.
         reduced: whether it was taken after the gradient communication.
+        at_update: whether it was taken as the update would use it: no hook saw it, or the loop has changed it since.
     """
 
     name: str
     micro_batch: int | None
     reduced: bool
+    at_update: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,8 @@ class GradientProbe:
             backward.enter()
         # blame goes by this order, so it is that of the hooks even where the gradient is looked at later
         slots.order = order = slots.order + 1
-        if _current_graph_task() == backward.graph_task and (self._pending_bytes is None or self._has_room(gradient)):
+        can_wait = gradient.layout is torch.strided and (self._pending_bytes is None or self._has_room(gradient))
+        if can_wait and _current_graph_task() == backward.graph_task:
             self._pending.append(gradient)
             self._pending_names.append(name)
             self._pending_orders.append(order)
@@ -177,7 +180,7 @@ class GradientProbe:
         return self._in_order[names]
 
     def _has_room(self, gradient: Tensor) -> bool:
-        if not self._bytes_left or gradient.layout is not torch.strided or gradient.nbytes > self._bytes_left:
+        if not self._bytes_left or gradient.nbytes > self._bytes_left:
             return False
         self._bytes_left -= gradient.nbytes
         return True
@@ -257,7 +260,7 @@ class GradientProbe:
             self._seen.mark(names, gradients)
 
     def _unhooked_source(self, name: str) -> GradientSource:
-        return self._unhooked_sources.setdefault(name, GradientSource(name, None, reduced=False))
+        return self._unhooked_sources.setdefault(name, GradientSource(name, None, reduced=False, at_update=True))
 
     def total_norm(self, parameters: list[nn.Parameter], order: float) -> Tensor | None:
         """The norm of all gradients, bit for bit that of torch's ``get_total_norm``; its parts are a look at each.
@@ -361,6 +364,8 @@ def _is(gradient: Tensor, version: int, seen: Tensor | None, seen_version: int) 
 
 
 def _versions(gradients: Sequence[Tensor]) -> list[int]:
+    if gradients and type(gradients[0]) is not Tensor:  # of a DTensor either part may be written by itself
+        return [version_of(g) + version_of(getattr(g, "_local_tensor", g)) for g in gradients]
     try:
         return [gradient._version for gradient in gradients]
     except RuntimeError:  # one of them is an inference tensor, see `version_of`

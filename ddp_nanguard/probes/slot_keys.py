@@ -68,7 +68,7 @@ def _key(stats: SlotStats) -> SlotKey | None:
         call = source.call
         return SlotKey(Phase.BACKWARD, call.micro_batch, call.layer, call.number, f"gradient of {source.record.slot}")
     if isinstance(source, GradientSource):
-        phase = Phase.REDUCE if source.reduced else Phase.BACKWARD
+        phase = Phase.REDUCE if source.reduced else (Phase.LOOP if source.at_update else Phase.BACKWARD)
         return SlotKey(phase, source.micro_batch, source.name, None, PARAMETER_GRADIENT)
     if isinstance(source, LossSource):
         return SlotKey(Phase.LOSS, source.micro_batch, source.name, None, "")

@@ -6,7 +6,7 @@ import enum
 import math
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from ddp_nanguard.capture.window import MicroBatch
 from ddp_nanguard.dump.manifest import settings, versions
 from ddp_nanguard.dump.rank_records import Device
 from ddp_nanguard.dump.read import Dump
+from ddp_nanguard.report.audit import FOUND
+from ddp_nanguard.report.command_text import replay_all_text
 from ddp_nanguard.report.messages import what
 from ddp_nanguard.report.slot_key import SlotKey
 from ddp_nanguard.report.types import Phase, Site
@@ -46,6 +48,7 @@ class Result:
         recorded, replayed: the rank's first site in training and in the replay, None where there was none.
         num_slots, num_same: recorded slots that were compared, and those with the same bits.
         first_difference: label of the first slot that differs.
+        first_phase: its phase.
         last_same: label of the last slot before it.
         factor: a sentence, where all gradients differ by one factor.
         losses: per watched loss, whether its bits are the same.
@@ -62,6 +65,7 @@ class Result:
     num_slots: int = 0
     num_same: int = 0
     first_difference: str | None = None
+    first_phase: Phase | None = None
     last_same: str | None = None
     factor: str | None = None
     losses: dict[str, bool] = field(default_factory=dict)
@@ -91,12 +95,13 @@ def not_replayable(rank: int, recorded: Site | None, reason: str) -> Result:
     return Result(rank, Outcome.CANNOT, recorded=recorded, reason=reason)
 
 
-def why_not_replayable(dump: Dump, alone: bool) -> str | None:
+def why_not_replayable(dump: Dump, alone: bool, by_script: bool = False) -> str | None:
     """Why this replay cannot give an answer, and what would be needed; None if it can.
 
     Args:
         dump: the dump.
         alone: whether one process stands for its rank, without peers.
+        by_script: whether the training script runs the step, with the code of its loop.
     """
     origin = dump.report.origin
     if origin is None:
@@ -108,6 +113,11 @@ def why_not_replayable(dump: Dump, alone: bool) -> str | None:
     if origin.phase is Phase.REDUCE and alone:
         n = dump.world_size
         return f"the value arose in communication: replay all {n} ranks with torchrun --nproc-per-node {n}"
+    if origin.phase is Phase.LOOP and not by_script:
+        return (
+            "every gradient was finite after the backward, and code between backward and step changed them, which no "
+            f"recipe runs: replay by the script, ddp-nanguard replay {dump.path} -- python train.py"
+        )
     if origin.phase is Phase.OPTIMIZER and origin.layer is not None and not _has_gradients(dump):
         return (
             "the update itself made the weights non-finite, and the weights from before it are gone: "
@@ -146,18 +156,98 @@ def compare(
     """
     then = first_own_site(dump, rank, alone)
     # sites are compared as training could see them, which looked at no layer perhaps; people are told the place
+    unseen, again = _as_in_training(recorded, again)
     seen, now = _first(again.sites, alone), _first(again.as_watched, alone)
     result = Result(rank, Outcome.NOT_REPRODUCED, recorded=_placed(dump, rank, then), replayed=seen, notes=again.notes)
-    _compare_slots(dump, rank, again, alone, result)
+    result.notes += unseen
+    _compare_slots(dump, rank, recorded, again, alone, result)
     _compare_losses(recorded, again, result)
     result.differs = differences(dump, rank)
     if dump.manifest.wrapper_description.compiled and not compiled:
         result.differs.append(EAGER_NOW)
     # The recorded site is of a gradient that peers contributed to; this rank alone may well be finite.
     if alone and now is None and _came_by_reduce(dump, rank, then):
-        then = None
-    _conclude(result, then, now)
+        result.notes.append(
+            "what training saw on this rank came from others, or from code of the loop after the backward"
+        )
+        result.recorded = then = None
+    _conclude(result, then, now, _Parting(dump, recorded, alone))
+    return _settled(result)
+
+
+def _settled(result: Result) -> Result:
+    """The result, or none where it says against itself that it is the same, or is not reproduced."""
+    text = contradiction(result)
+    if text is not None:
+        FOUND.append(f"replay of rank {result.rank}: {text}")
+        result.outcome, result.reason = Outcome.CANNOT, f"not known: what was seen contradicts itself: {text}"
     return result
+
+
+def contradiction(result: Result) -> str | None:
+    """Two statements of a result that cannot both hold; None where it is in order."""
+    differs = result.first_difference or next((name for name, same in result.losses.items() if not same), None)
+    if result.outcome is Outcome.SAME:
+        if (result.recorded is None) is not (result.replayed is None):
+            return "the same, and bad in only one of both runs"
+        return f"the same, and other bits at {differs}" if differs is not None else None
+    if result.outcome is Outcome.NOT_REPRODUCED:
+        if result.replayed is not None:
+            return "every value is finite now, and one is not"
+        if "hardware" in result.reason:
+            return "hardware is suspected, and no input was compared"
+    return None
+
+
+@dataclass(frozen=True)
+class _Parting:
+    """What tells why a step that is finite now was not, beside the result.
+
+    Attributes:
+        dump: the dump.
+        recorded: the micro-batches.
+        alone: whether one process stands for its rank.
+    """
+
+    dump: Dump
+    recorded: list[MicroBatch]
+    alone: bool
+
+
+def _as_in_training(recorded: list[MicroBatch], again: StepResult) -> tuple[list[str], StepResult]:
+    """The step without what training did not look at: losses that it did not watch, calls that were no such step.
+
+    A recipe watches the loss of every micro-batch. Where training watched some losses and none in this micro-batch, the
+    model was called for something else, such as the loss of another model, and the recipe's step stands in for it.
+
+    Returns:
+        Notes, and the step.
+    """
+    watched = {(micro_batch.index, name) for micro_batch in recorded for name in micro_batch.losses}
+    others = _without_loss(recorded)
+
+    def is_site(site: Site) -> bool:
+        return site.micro_batch not in others and (
+            site.phase is not Phase.LOSS or (site.micro_batch, site.slot) in watched
+        )
+
+    def is_slot(key: SlotKey) -> bool:
+        return key.micro_batch not in others and (key.phase is not Phase.LOSS or (key.micro_batch, key.name) in watched)
+
+    kept = replace(
+        again,
+        sites=[site for site in again.sites if is_site(site)],
+        as_watched=[site for site in again.as_watched if is_site(site)],
+        slots={key: values for key, values in again.slots.items() if key.micro_batch is None or is_slot(key)},
+    )
+    notes = [f"micro-batch {i} is a call of the model without a watched loss in training: not compared" for i in others]
+    return notes, kept
+
+
+def _without_loss(recorded: list[MicroBatch]) -> set[int]:
+    """Micro-batches without a watched loss beside others that have one."""
+    has_losses = any(micro_batch.losses for micro_batch in recorded)
+    return {micro_batch.index for micro_batch in recorded if has_losses and not micro_batch.losses}
 
 
 def _first(sites: list[Site], alone: bool) -> Site | None:
@@ -172,7 +262,9 @@ def _placed(dump: Dump, rank: int, then: Site | None) -> Site | None:
 
 
 def _came_by_reduce(dump: Dump, rank: int, site: Site | None) -> bool:
-    """Whether a gradient was first inspected after communication, because the loop had changed it (clipping)."""
+    """Whether a gradient was first seen bad after communication: peers, or code of the loop, may have made it so."""
+    if site is not None and site.phase is Phase.LOOP:
+        return dump.report.origin is None or dump.report.origin.phase is not Phase.LOOP
     read_late = site is not None and site.phase is Phase.BACKWARD and site.micro_batch is None
     return (
         read_late
@@ -188,7 +280,7 @@ def first_own_site(dump: Dump, rank: int, alone: bool) -> Site | None:
     return next((site for site in sites if not (alone and site.phase is Phase.REDUCE)), None)
 
 
-def _conclude(result: Result, then: Site | None, now: Site | None) -> None:
+def _conclude(result: Result, then: Site | None, now: Site | None, parting: _Parting) -> None:
     same_bits = result.first_difference is None and all(result.losses.values())
     same_place = now is not None and then is not None and then.same_place(now)
     if then is None and now is None and same_bits:
@@ -202,19 +294,64 @@ def _conclude(result: Result, then: Site | None, now: Site | None) -> None:
             "the same bits; its place is known better now" if is_finer else "the same site and the same bits"
         )
     elif now is None and then is not None:
-        result.reason = _not_reproduced(result)
+        result.reason = _not_reproduced(result, then, parting)
     else:
         result.outcome = Outcome.ELSEWHERE
         result.reason = _elsewhere(result, same_place, now)
 
 
-def _not_reproduced(result: Result) -> str:
-    if result.differs:
-        return f"every value is finite now; different here: {'; '.join(result.differs)}"
-    return (
-        "every value is finite now. If you changed the code, the fault is gone. If not: this step is not what "
-        "training did, or suspect nondeterminism or the recorded device's hardware"
-    )
+def _not_reproduced(result: Result, then: Site, parting: _Parting) -> str:
+    """Where the two runs part, what that usually means, and what would tell more.
+
+    A replay compares no argument of the model, so it cannot tell an input from the device that computed with it.
+    """
+    look = parting.dump.report.second_look
+    twice = "it gave the same bits twice in training, which speaks against chance and the device"
+    texts = [
+        f"every value is finite now; {_where_they_part(result, then, parting)}",
+        f"different here: {'; '.join(result.differs)}" if result.differs else "",
+        "if you changed the code, the fault is gone",
+        twice if look is not None and look.outcome == "same" and look.operator is not None else "",
+        f"in training: {look.text}" if look is not None and look.outcome == "finite" else "",
+        _all_ranks_text(parting) if parting.alone and parting.dump.world_size > 1 else "",
+    ]
+    return "; ".join(text for text in texts if text)
+
+
+def _where_they_part(result: Result, then: Site, parting: _Parting) -> str:
+    modified = [f"batch{path}" for micro_batch in parting.recorded for path in micro_batch.modified]
+    if modified:
+        return f"{', '.join(modified[:4])} was overwritten after training had used it, so this is another batch"
+    different = result.first_difference or next((name for name, same in result.losses.items() if not same), None)
+    if different is None and then.phase is Phase.LOOP:
+        return "all is the same up to the end of the backward: code of the loop before the step did something else"
+    if different is None:
+        return "nothing that was recorded differs: what made it bad was not recorded"
+    phase = result.first_phase or Phase.LOSS
+    if phase is Phase.BACKWARD and not result.losses:
+        phase = Phase.LOSS  # none was watched that could tell the forward from the backward
+    return f"the runs part at {different}: {_PARTING[phase]}"
+
+
+_PARTING = {
+    Phase.FORWARD: (
+        "the model was given something else: state that loop or model carry from step to step, a random stream that is "
+        "not registered, or a collective in the model"
+    ),
+    Phase.LOSS: (
+        "model or loss took in what this run does not give them: a collective, a step number, or state that the loop "
+        "carries from step to step"
+    ),
+    Phase.BACKWARD: "the losses are the same, so a hook, or code in or after the backward, did something else",
+    Phase.REDUCE: "each rank's own gradients are the same, so the communication did something else, such as its hook",
+    Phase.LOOP: "gradients are the same after the backward, so code of the loop before the step did something else",
+}
+"""By where two runs part: what that usually means."""
+
+
+def _all_ranks_text(parting: _Parting) -> str:
+    dump = parting.dump
+    return f"with all ranks: {replay_all_text(str(dump.path), dump.manifest.script, dump.world_size)}"
 
 
 def _elsewhere(result: Result, same_place: bool, now: Site | None) -> str:
@@ -239,8 +376,11 @@ def _recorded_slots(dump: Dump, rank: int) -> _Slots:
     return [(key, (low, high)) for key, (low, high) in zip(keys, history["fault.values"].tolist(), strict=True)]
 
 
-def _compare_slots(dump: Dump, rank: int, again: StepResult, alone: bool, result: Result) -> None:
-    recorded = _recorded_slots(dump, rank)
+def _compare_slots(
+    dump: Dump, rank: int, window: list[MicroBatch], again: StepResult, alone: bool, result: Result
+) -> None:
+    others = _without_loss(window)
+    recorded = [(key, values) for key, values in _recorded_slots(dump, rank) if key.micro_batch not in others]
     reduced = False
     was_compiled = _was_compiled(key for key, _ in recorded)
     for key, values in recorded:
@@ -255,7 +395,7 @@ def _compare_slots(dump: Dump, rank: int, again: StepResult, alone: bool, result
             if result.first_difference is None:
                 result.last_same = str(key)
         elif result.first_difference is None:
-            result.first_difference = str(key)
+            result.first_difference, result.first_phase = str(key), key.phase
     _find_extra_slots(recorded, again, result, watches_layers=dump.manifest.options.layers != "none")
     result.factor = _common_factor(recorded, again)
 
@@ -267,7 +407,7 @@ def _need_not_come_again(key: SlotKey) -> bool:
     changed it. Where compiled code ran it holds for every slot: compiled code left all calls of a module in one slot,
     and the eager code around it meets other tensors.
     """
-    return key.phase is Phase.LOSS or (key.phase is Phase.BACKWARD and key.micro_batch is None)
+    return key.phase in (Phase.LOSS, Phase.LOOP) or (key.phase is Phase.BACKWARD and key.micro_batch is None)
 
 
 def _common_factor(recorded: _Slots, again: StepResult) -> str | None:
@@ -288,7 +428,7 @@ def _find_extra_slots(recorded: _Slots, again: StepResult, result: Result, watch
     known = {key for key, _ in recorded}
     if _was_compiled(known):
         return  # compiled then, eager now
-    extra = [key for key in again.slots if key not in known and key.phase is not Phase.REDUCE]
+    extra = [key for key in again.slots if key not in known and key.phase not in (Phase.REDUCE, Phase.LOOP)]
     if any(key.phase is Phase.LOSS or (key.phase is Phase.FORWARD and watches_layers) for key in extra):
         extra = [key for key in extra if watches_layers or key.phase is Phase.LOSS]
         result.notes.append(f"the replay has {len(extra)} slots that were not recorded, first {extra[0]}")

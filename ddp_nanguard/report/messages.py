@@ -49,6 +49,8 @@ def what(site: Site) -> str:
             return f"{_call_text(site)}: {_input_text(site)}{kind} out" if site.slot == "output" else seen(site)
         case Phase.LOSS if site.input_kind is None:
             return f"{site.slot} is {kind}; the model's output was finite"
+        case Phase.LOSS if site.input_kind == "-inf":
+            return f"{site.slot} is {kind}; the model's output held -Inf"
         case Phase.BACKWARD if site.slot == "grad":
             return f"{_call_text(site)}: finite gradient in, {kind} gradient out"
         case Phase.BACKWARD if site.input_kind is None:
@@ -57,6 +59,11 @@ def what(site: Site) -> str:
             return f"gradient of {site.slot} is {kind} after communication; this rank's own gradient was finite"
         case Phase.REDUCE:
             return f"gradient of {site.slot} is {kind} only after communication; every rank's own gradient was finite"
+        case Phase.LOOP:
+            whose = "on every rank" if site.input_kind is None else "on this rank"
+            return (
+                f"gradient of {site.slot} is {kind}; finite after the backward {whose}, changed by code before the step"
+            )
         case Phase.OPTIMIZER if site.layer is not None:
             return f"{site.slot} is {kind} after the update, and was not before it"
         case _:
@@ -87,7 +94,7 @@ def seen(site: Site) -> str:
             before = site.inline_code.before if site.inline_code is not None else None
             ends = f", before {layer_text(before)}" if before is not None else ""
             return f"gradient {relation} {_call_text(site)}{ends} is {kind}"
-        case Phase.BACKWARD | Phase.REDUCE:
+        case Phase.BACKWARD | Phase.REDUCE | Phase.LOOP:
             return f"gradient of {site.slot} is {kind}"
         case Phase.OPTIMIZER if site.layer is None:
             return f"hyper-parameter {site.slot} is {kind}"

@@ -18,7 +18,7 @@ class SlotKey:
     Slots of state and norms have no key: they tell nothing about the arithmetic of a step.
 
     Attributes:
-        phase: ``forward``, ``loss``, ``backward`` or ``reduce``.
+        phase: ``forward``, ``loss``, ``backward``, ``reduce`` or ``loop``.
         micro_batch: index in the window; None where a gradient belongs to none: after the reduce, or changed by the
             loop since the backward.
         name: the layer of an activation, the parameter of a gradient, the name of a loss.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from .command_text import replay_all_text, replay_text
@@ -58,7 +59,7 @@ def fault_rows(report: FaultReport, lacks: str | None, script: str = "") -> list
         ("cause", report.cause if report.cause != "unknown" and report.origin is not None else ""),
         ("again", report.second_look.text if report.second_look is not None else ""),
         ("state", _state(report)),
-        *(("note", note) for note in report.notes),
+        *(("note", note) for note in (_not_known_who(report), *report.notes)),
         ("next", _next_command(report, lacks, script) if report.dump_path else ""),
     ]
     return [(label, text) for label, text in rows if text]
@@ -99,7 +100,7 @@ def _evidence(origin: Site | None) -> str:
     if origin.phase is Phase.OPTIMIZER and origin.layer is None:
         return "a number in the optimizer's parameter groups"
     if evidence is None:
-        return "in the minimum and maximum of a tensor that has been freed since, so nothing is counted"
+        return "in the minimum and maximum of a tensor that was freed or changed since, so nothing is counted"
     return _counts(evidence)
 
 
@@ -117,10 +118,32 @@ def _affected(report: FaultReport) -> str:
         return ""
     first = report.origin.rank if report.origin is not None else None
     others = tuple(rank for rank in report.ranks_affected if rank != first)
-    at_once = report.origin is not None and report.origin.phase in (Phase.STATE, Phase.OPTIMIZER)
+    at_once = report.origin is not None and report.origin.phase in (Phase.STATE, Phase.LOOP, Phase.OPTIMIZER)
+    at_once = at_once or len(_at_once(report)) > 1
     if first is None or not others or at_once:
         return f"; ranks affected: {listed(report.ranks_affected, total=report.num_ranks_affected)}"
     return f"; ranks affected: {first} first, then {listed(others, total=report.num_ranks_affected - 1)}"
+
+
+def _at_once(report: FaultReport) -> list[int]:
+    """Ranks that saw the same at the same place as the origin; nothing tells which of them was first."""
+    origin = report.origin
+    if origin is None or origin.rank is None:
+        return []
+    same = [s for s in report.sites if origin.same_place(replace(s, kind=origin.kind)) and s.rank is not None]
+    return sorted({site.rank for site in same if site.rank is not None} | {origin.rank})
+
+
+def _not_known_who(report: FaultReport) -> str:
+    """A note where several ranks had a value at once, and no operator tells who made it."""
+    ranks, look, origin = _at_once(report), report.second_look, report.origin
+    is_placed = look is not None and look.operator is not None
+    if len(ranks) < 2 or is_placed or origin is None or origin.phase not in (Phase.FORWARD, Phase.LOSS):
+        return ""
+    return (
+        f"ranks {listed(ranks)} had it at once, so which was first is not known: each may have made it, or a "
+        "collective in loss or model has carried it"
+    )
 
 
 def _state(report: FaultReport) -> str:
@@ -137,14 +160,17 @@ def _state(report: FaultReport) -> str:
 def _next_command(report: FaultReport, lacks: str | None, script: str) -> str:
     """The command that helps most with this fault: a replay where one is possible, else ``show``."""
     origin, dump = report.origin, str(report.dump_path)
-    if origin is not None and origin.phase is Phase.REDUCE and lacks is None and report.world_size > 1:
-        # only communication brings the value, so a replay of one rank alone cannot show it
+    is_shared = origin is not None and (origin.phase is Phase.REDUCE or bool(_not_known_who(report)))
+    if is_shared and lacks is None and report.world_size > 1:
+        # communication may have brought the value, which a replay of one rank alone cannot show
         return replay_all_text(dump, script, report.world_size)
     is_update = origin is not None and origin.phase is Phase.OPTIMIZER and origin.layer is not None
     if is_update and report.nonfinite_state:
         return f"ddp-nanguard show {dump}; to replay an update, train with keep_previous=True"
     if lacks is not None:
         return f"ddp-nanguard show {dump}; to replay, {lacks}"
+    if origin is not None and origin.phase is Phase.LOOP and not script:
+        return f"ddp-nanguard show {dump}; to replay code of the loop: ddp-nanguard replay {dump} -- python train.py"
     return replay_text(dump, script)
 
 

@@ -20,8 +20,9 @@ MAX_RANKS_LISTED = 64
 class Phase(enum.StrEnum):
     """Where in a step a value was seen, in causal order.
 
-    ``state`` is bad before the step, ``reduce`` is finite on every rank and bad only after communication, ``optimizer``
-    is bad only after the update (or a hyper-parameter is).
+    ``state`` is bad before the step, ``reduce`` is finite on every rank and bad only after communication, ``loop`` is a
+    gradient that was finite after the backward on every rank and that code of the loop changed before the update,
+    ``optimizer`` is bad only after the update (or a hyper-parameter is).
     """
 
     STATE = "state"
@@ -30,13 +31,17 @@ class Phase(enum.StrEnum):
     LOSS = "loss"
     BACKWARD = "backward"
     REDUCE = "reduce"
+    LOOP = "loop"
     OPTIMIZER = "optimizer"
 
     @property
     def causal_rank(self) -> int:
-        """Position in the causal order, from 0 for ``state`` to 6 for ``optimizer``."""
+        """Position in the causal order, from 0 for ``state`` to 7 for ``optimizer``."""
         return list(Phase).index(self)
 
+
+WATCHABLE = tuple(phase for phase in Phase if phase is not Phase.LOOP)
+"""Phases that the option ``watch`` knows, and that faults can be planted in; ``loop`` is told from two of them."""
 
 KINDS = ("nan", "inf", "-inf")
 """Kinds of non-finite values, worst first."""
@@ -127,7 +132,7 @@ class Site:
     Attributes:
         rank: global rank; None for ``reduce``, where the value began on no single rank.
         step: number of the optimizer step.
-        micro_batch: index in the window; None for state, reduce and optimizer.
+        micro_batch: index in the window; None for state, reduce, loop and optimizer.
         phase: see `Phase`.
         layer: module name as in the unwrapped model, "" for the root; None for input, loss and hyper-parameters.
         call: call number of the module in the micro-batch, from 1; None outside forward and backward.

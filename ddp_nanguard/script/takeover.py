@@ -104,7 +104,7 @@ class Takeover:
 
     def _lay_in(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], scaler: Any) -> None:
         dump, rank = self._dump, self._rank
-        self._refuse(why_not_replayable(dump, self._alone))
+        self._refuse(why_not_replayable(dump, self._alone, by_script=True))
         wrapper = wrapper_of(model)
         self._refuse(self._why_not_alone(wrapper) if self._alone else None)
         require_matching_parameters(dump, model, "script", "command")

@@ -59,7 +59,7 @@ class OutputPair:
 def own_sites(findings: RankFindings) -> list[Site]:
     """What a rank has seen before any communication, with full confidence."""
     sites = [ranked.site for ranked in findings.sites if not ranked.low_confidence]
-    return [site for site in sites if site.phase is not Phase.REDUCE]
+    return [site for site in sites if site.phase not in (Phase.REDUCE, Phase.LOOP)]
 
 
 def agreement(
@@ -106,7 +106,7 @@ def _same_slots(
 
 
 def _comparable(key: SlotKey, reduced: bool, is_sharded: bool) -> bool:
-    if key.phase is Phase.REDUCE or (key.phase is Phase.BACKWARD and key.micro_batch is None):
+    if key.phase in (Phase.REDUCE, Phase.LOOP) or (key.phase is Phase.BACKWARD and key.micro_batch is None):
         return False  # what communication, or the loop, made of it
     # after a reduce the gradients that accumulate in place are not this rank's alone
     return is_sharded or not (reduced and key.is_parameter_gradient)

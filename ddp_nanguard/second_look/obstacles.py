@@ -14,6 +14,8 @@ def of_the_report(report: FaultReport) -> str | None:
         return "the fault has no origin that a step could show again"
     if origin.phase is Phase.OPTIMIZER:
         return "the update is at fault, and a step ends before it"
+    if origin.phase is Phase.LOOP:
+        return "code of the loop changed the gradients after the backward, and a step ends with that"
     if report.single_rank_view:
         return "peers did not answer, and a step takes all ranks"
     return None

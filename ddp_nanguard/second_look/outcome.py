@@ -16,6 +16,7 @@ from ddp_nanguard.report.wording import listed
 from ddp_nanguard.wrappers.aside import has_hooks_of_the_job
 
 from .compare import Agreement, agreement, own_sites
+from .inputs import Inputs, inputs_of, other_gradients
 from .outside import is_outside, runs_step
 from .run import SecondRun
 
@@ -61,10 +62,15 @@ def concluded(
         then: what this rank found at first; its sites are filled in.
         now: the second run; the sites that it found are filled in too.
 
-    Collective: one SUM all-reduce of four bytes per rank and one of 8 KiB, on the fault group.
+    Collective: one SUM all-reduce of six bytes per rank and one or two of 8 KiB, on the fault group.
     """
     ranks = context.ranks
     hooked = _hooked(context)
+    given = inputs_of(context, record)
+    if now.stateful:
+        given.unseen.append(f"Python state that a call changes ({listed(now.stateful, 3)})")
+    if names := other_gradients(then.recorded, now.findings.recorded):
+        given.different.append(f"which parameters got a gradient ({listed(names, 3)})")
     mine = agreement(then.recorded, now.findings.recorded, now.outputs, context.wrapper.is_sharded, hooked)
     was_bad = [site for site in own_sites(then) if not is_late(site, hooked)]
     late = [site for site in own_sites(then) if is_late(site, hooked)]
@@ -72,14 +78,18 @@ def concluded(
     is_changed = bool(late) and not is_finite and not was_bad and not now.is_bad
     moved = _has_moved(_vital(context, record, then), now.as_watched)
     flags = (is_finite, mine.first_different is not None or moved, is_changed, moved)
-    finite, different, changed, elsewhere = ranks.ranks_where(*flags)
+    marks = ranks.ranks_where(*flags, bool(given.different), bool(given.unseen))
+    finite, different, changed, elsewhere, others, unseen = marks
     speaker = (finite or different or [ranks.members[0]])[0]
-    text = ranks.text_of(ranks.rank == speaker, _own_text(context, mine, is_finite))
+    text = ranks.text_of(ranks.rank == speaker, _own_text(mine, is_finite))
     if finite:
-        return Concluded("finite", f"{_who(finite)} finite on the second run, {text}", tuple(finite))
+        knows = (others or unseen or [speaker])[0]
+        why = ranks.text_of(ranks.rank == knows, _why_finite(context, given))
+        whose = f"rank {knows}: " if (others or unseen) and ranks.world_size > 1 else ""
+        return Concluded("finite", f"{_who(finite)} finite on the second run, {text}; {whose}{why}", tuple(finite))
     changed_after = bool(changed) and report.origin is not None and report.origin.phase is Phase.BACKWARD
     if different:
-        said = f"{_who(different)} has other bits on the second run: {text}"
+        said = f"{_who(different)} with other bits on the second run: {text}"
         return Concluded("elsewhere", said, (), changed_after, is_placed=not elsewhere)
     return Concluded("same", _same_text(context, report, changed_after), (), changed_after)
 
@@ -91,7 +101,7 @@ def _vital(context: GuardContext, record: StepRecord, then: RankFindings) -> lis
     signs = vital_signs(then.slot_stats, context.scaler is not None)
     ranked = local_sites(blame_input(context, record, replace(then, slot_stats=signs)))
     sites = [each.site for each in ranked if not each.low_confidence]
-    return [site for site in sites if site.phase is not Phase.REDUCE and not is_late(site, ())]
+    return [site for site in sites if site.phase not in (Phase.REDUCE, Phase.LOOP) and not is_late(site, ())]
 
 
 def _has_moved(then: list[Site], now: list[Site]) -> bool:
@@ -101,23 +111,32 @@ def _has_moved(then: list[Site], now: list[Site]) -> bool:
     return bool(first) and bool(second) and not first[0].same_place(second[0])
 
 
-def _own_text(context: GuardContext, mine: Agreement, is_finite: bool) -> str:
+def _own_text(mine: Agreement, is_finite: bool) -> str:
+    if is_finite and mine.last_same is None and mine.first_different is None:
+        return "nothing that could be compared"
     upto = f"identical up to {mine.last_same}" if mine.last_same is not None else "different from the start"
-    if not is_finite:
-        return f"{upto}; first different: {mine.first_different}"
-    device = context.device
-    if mine.last_same is None:
-        same = "nothing that could be compared"
-    else:
-        same = upto if mine.first_different is not None else "same inputs and random states"
-    unknown = "memory that was not set, or what the guard does not keep: Python objects, modes, other random streams"
-    return f"{same}: suspect that device ({socket.gethostname()}, {device}), nondeterminism, {unknown}"
+    return f"{upto}; first different: {mine.first_different}" if mine.first_different is not None else upto
+
+
+MAX_WHY = 700
+
+
+def _why_finite(context: GuardContext, given: Inputs) -> str:
+    """What may have made the difference. The device comes last, and only where all that goes in was the same."""
+    if given.different:
+        return f"it was not given the same: {listed(given.different, 6, separator='; ')}"[:MAX_WHY]
+    rest = "memory that was not set, nondeterminism, or random streams and Python objects that the guard does not see"
+    undone = "tensors that were written past autograd and written back"
+    if given.unseen:
+        return f"not compared: {listed(given.unseen, 6, separator='; ')}: these, {rest}"[:MAX_WHY]
+    same = "arguments, weights, buffers, random states, settings and modes were the same"
+    return f"{same}: {undone}, {rest}; last of all that device ({socket.gethostname()}, {context.device})"
 
 
 def _same_text(context: GuardContext, report: FaultReport, changed_after: bool) -> str:
     everywhere = f"same on all {report.world_size} ranks" if report.world_size > 1 else "same"
     if changed_after:
-        return f"{everywhere}: gradients are finite where backward makes them, so {_who_changed(report)} changed them"
+        return f"{everywhere}: gradients are finite where backward makes them, so {_who_changed(report)}"
     is_reduce = report.origin is not None and report.origin.phase is Phase.REDUCE
     if is_reduce and not context.wrapper.is_sharded:
         return f"{everywhere}, up to the communication, which was not run again"
@@ -133,7 +152,8 @@ def _hooked(context: GuardContext) -> frozenset[str]:
 
 def _who_changed(report: FaultReport) -> str:
     is_hook = report.origin is not None and report.origin.micro_batch is not None
-    return "a hook of the job on the parameter" if is_hook else "code after the backward"
+    hook = "a hook of the job on the parameter changed them"
+    return hook if is_hook else "code after the backward put others in their place, which no hook has seen"
 
 
 def as_compiled(found: Concluded, is_bad: bool) -> Concluded:
@@ -206,6 +226,11 @@ def merged(first: FaultReport, second: FaultReport, found: Concluded) -> FaultRe
     if not _is_shown(first, second, found) or origin is None:
         return first
     cause = second.cause if not first.cause.startswith("scale collapse") else first.cause
+    if (
+        origin.rank is not None and origin.rank not in first.ranks_affected
+    ):  # it handed the value on before its own sign
+        affected = tuple(sorted((*first.ranks_affected, origin.rank)))
+        first = replace(first, ranks_affected=affected, num_ranks_affected=first.num_ranks_affected + 1)
     return replace(first, origin=origin, sites=second.sites, cause=cause, unchecked=second.unchecked)
 
 
@@ -214,7 +239,7 @@ def _is_shown(first: FaultReport, second: FaultReport, found: Concluded) -> bool
     then, now = first.origin, second.origin
     if found.outcome == "finite" or found.changed_after or not found.is_placed or then is None or now is None:
         return False
-    if then.phase is Phase.REDUCE or now.phase in (Phase.STATE, Phase.OPTIMIZER):
+    if then.phase is Phase.REDUCE or now.phase in (Phase.STATE, Phase.LOOP, Phase.OPTIMIZER):
         return False
     return found.outcome == "same" or then.rank == now.rank
 

@@ -32,6 +32,7 @@ from ddp_nanguard.validate import ValidatedArgs
 from ddp_nanguard.wrappers import wrapper_of
 
 from .compare import OutputPair, own_sites
+from .inputs import changed_by_a_call, python_state
 from .place import SEED_NAME
 
 
@@ -46,6 +47,7 @@ class SecondRun:
         as_watched: this rank's sites by its vital signs alone.
         outputs: of the model in both runs.
         traced: what the trace saw; None where none was asked for.
+        stateful: attributes of the model that the run has changed, and so the calls of training.
     """
 
     context: GuardContext
@@ -54,6 +56,7 @@ class SecondRun:
     as_watched: list[Site]
     outputs: list[OutputPair]
     traced: Traced | None
+    stateful: list[str] = field(default_factory=list)
 
     @property
     def has_healed(self) -> bool:
@@ -108,7 +111,10 @@ class StepAgain:
             if eager and self.is_compiled:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             second = _context_like(context, self.record.step, everything)
-            return self._run(second, watcher)
+            before = python_state(context, self.record)
+            found = self._run(second, watcher)
+            found.stateful = changed_by_a_call(before, python_state(context, self.record))
+            return found
 
     def _run(self, second: GuardContext, watcher: Watcher | None) -> SecondRun:
         monitor = StepMonitor(second, _NoVerdict())
@@ -161,9 +167,7 @@ class StepAgain:
 
     def _call(self, call: ModelCall, monitor: StepMonitor, watcher: Watcher | None) -> list[Tensor]:
         """Make the call again; its outputs that have a graph."""
-        torch.set_rng_state(call.torch_state)
-        if call.device_state is not None:
-            torch.get_device_module(self.context.device).set_rng_state(call.device_state)
+        rng.restore(call.random_state, self.record.window.generators, self.context.device)
         # copies are there because the step may change them: each run needs its own
         as_argument = _as_own_argument if self.context.config.copy_batch else _as_argument
         args, kwargs = copy_containers((call.args, call.kwargs), as_argument)

@@ -84,8 +84,8 @@ class ModelForward:
         calls, micro_batches = context.window.calls, context.window.micro_batches
         if context.config.look_again and not calls.is_in_step:
             is_new = len(micro_batches) > num_open  # begun by this call, with the random states of this moment
-            state = micro_batches[-1].random_state.torch if is_new else None
-            calls.begin(context.wrapper.model, args, kwargs, len(micro_batches) - 1, is_step=False, torch_state=state)
+            state = micro_batches[-1].random_state if is_new else None
+            calls.begin(context.wrapper.model, args, kwargs, len(micro_batches) - 1, is_step=False, random_state=state)
 
     def _before_root(self) -> None:
         """Inside the wrapper, after its broadcast: keep the buffers before the model changes them."""

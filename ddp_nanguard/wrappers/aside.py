@@ -136,13 +136,13 @@ def attributes_kept(model: nn.Module, managed: Mapping[nn.Module, Container[str]
     plain = [module for module in modules if not isinstance(module, FullyShardedDataParallel)]
     names = managed or {}
     modes = [(module, module.training) for module in modules]
-    attributes = [(module, _own_attributes(module, names.get(module, ()))) for module in plain]
+    attributes = [(module, own_attributes(module, names.get(module, ()))) for module in plain]
     tables = [(table, dict(table)) for module in modules for table in _tables(module, managed is not None)]
     try:
         yield
     finally:
         for module, before in attributes:
-            for name in _own_attributes(module, names.get(module, ())).keys() - before.keys():
+            for name in own_attributes(module, names.get(module, ())).keys() - before.keys():
                 del module.__dict__[name]
             module.__dict__.update(before)
         for table, entries in tables:
@@ -152,7 +152,13 @@ def attributes_kept(model: nn.Module, managed: Mapping[nn.Module, Container[str]
             module.training = training
 
 
-def _own_attributes(module: nn.Module, managed: Container[str]) -> dict[str, Any]:
+def own_attributes(module: nn.Module, managed: Container[str] = ()) -> dict[str, Any]:
+    """Attributes of a module that are neither its parameters, buffers and children nor hooks.
+
+    Args:
+        module: whose they are.
+        managed: names that are the wrapper's.
+    """
     own = {name: value for name, value in module.__dict__.items() if name not in _MACHINERY and "hooks" not in name}
     return {name: value for name, value in own.items() if name not in managed}
 

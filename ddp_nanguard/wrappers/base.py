@@ -94,6 +94,18 @@ class LeafHook(WeakHook):
             watch.report(queue.names[id(parameter)], gradient)
 
 
+class EagerLeafHook(LeafHook):
+    """For gradients that the wrapper changes in place as soon as the hooks have run: reported at once."""
+
+    __slots__ = ()
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        """Report the gradient that has accumulated in ``parameter.grad``."""
+        watch = self.target()
+        if parameter.grad is not None and watch is not None and id(parameter) in self.queue.names:
+            watch.report(self.queue.names[id(parameter)], parameter.grad)
+
+
 class GradientWatch:
     """Reports rank-local gradients while its hooks are installed. The caller keeps it: hooks hold it weakly.
 
@@ -113,7 +125,9 @@ class GradientWatch:
         self._wrapper = wrapper
         self.on_gradient = on_gradient
         self.queue = GradientQueue()
-        self._hook = LeafHook(self)
+        self._hook, self._eager_hook = LeafHook(self), EagerLeafHook(self)
+        # DDP divides a sparse gradient in place, long before the backward ends
+        self._sparse = {id(p) for m in wrapper.model.modules() if _is_sparse(m) for p in m._parameters.values()}
         self._armed = False
         self._leaves: dict[str, tuple[torch.Tensor, RemovableHandle]] = {}
 
@@ -157,8 +171,16 @@ class GradientWatch:
             del self._leaves[name]
         if parameter.requires_grad and not nn.parameter.is_lazy(parameter):
             register: Callable[[WeakHook], RemovableHandle] = parameter.register_post_accumulate_grad_hook
-            self._leaves[name] = (parameter, register(self._hook))
+            self._leaves[name] = (
+                parameter,
+                register(self._eager_hook if id(parameter) in self._sparse else self._hook),
+            )
             self.queue.set_name(parameter, name)
+
+
+def _is_sparse(module: nn.Module) -> bool:
+    """Whether a module asks for sparse gradients of its parameters, as embeddings can."""
+    return getattr(module, "sparse", False) is True
 
 
 class Wrapper(ABC):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -102,25 +104,138 @@ def usual(job: Job, number: int) -> None:
 # -- 1. hardware, and memory that nobody wrote -------------------------------------------------------------------------
 
 
-class Flaky(nn.Module):
-    """Spoils what goes through it once, where no guard and no trace sees it."""
+OUT_OF_SIGHT = [itertools.count(1)]  # which nothing can read without moving it on
 
-    def __init__(self, at: int) -> None:
+
+class Flaky(nn.Module):
+    """Spoils what goes through it once, where no guard and no trace sees it.
+
+    Args:
+        at: call in which it does.
+        counts: whether the model itself keeps the number of calls.
+    """
+
+    def __init__(self, at: int, counts: bool = False) -> None:
         super().__init__()
-        self.counted = {"calls": 0}
+        OUT_OF_SIGHT[0] = itertools.count(1)
+        self.__dict__["counted"] = {"calls": 0} if counts else None
         self.at = at
 
     def forward(self, values: Tensor) -> Tensor:
-        self.counted["calls"] += 1
+        number = next(OUT_OF_SIGHT[0])
+        counted = self.__dict__["counted"]
+        if counted is not None:
+            counted["calls"] += 1
         values = values * 1.0
-        if self.counted["calls"] == self.at and dist.get_rank() == 1:
+        if number == self.at and dist.get_rank() == 1:
             values.detach().numpy()[0, 1] = numpy.nan
         return values
 
 
+def _flaky(counts: bool = False) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), Flaky(BAD_STEP + 1, counts), nn.Linear(4, 2))
+
+
 def hardware(wrap: str = "ddp") -> Any:
-    net = nn.Sequential(nn.Linear(4, 4), Flaky(BAD_STEP + 1), nn.Linear(4, 2))
-    return Job(net, wrap).run(lambda job, number: job.guard(job.values(number)).square().mean().backward())
+    return Job(_flaky(), wrap).run(lambda job, number: job.guard(job.values(number)).square().mean().backward())
+
+
+# -- what looks like hardware, since the second run was not given what training was ------------------------------------
+
+
+def counting() -> Any:
+    """The model itself knows how often it was called."""
+    return Job(_flaky(True)).run(lambda job, number: job.guard(job.values(number)).square().mean().backward())
+
+
+def counting_around() -> Any:
+    """The step function counts, in a variable around it."""
+    counted = {"steps": 0}
+
+    def counts(model: Any, batch: Tensor) -> Tensor:
+        counted["steps"] += 1
+        loss: Tensor = model(batch).square().mean()
+        return loss / (0.0 if counted["steps"] == BAD_STEP + 1 and dist.get_rank() == 1 else 1.0)
+
+    return Job(nn.Linear(4, 2)).run(lambda job, number: job.guard.run(counts, job.values(number)).backward())
+
+
+def thawed() -> Any:
+    """A layer is frozen while the step runs, on the rank that is not at fault."""
+
+    def step(job: Job, number: int) -> None:
+        frozen = [p for p in job.model.parameters() if p.dim() == 2] if job.bad(number, rank=0) else []
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        output = job.guard(job.values(number))
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        output.square().mean().backward()
+
+    return Job(_flaky(), "plain").run(step)
+
+
+def swapped() -> Any:
+    """Other weights are put in for the forward, and taken out after it."""
+
+    def step(job: Job, number: int) -> None:
+        weight = next(iter(job.model.parameters()))
+        kept = weight.data
+        if job.bad(number):
+            weight.data = kept / 0.0
+        output = job.guard(job.values(number))
+        weight.data = kept
+        output.square().mean().backward()
+
+    return Job(nn.Linear(4, 2)).run(step)
+
+
+def overwritten() -> Any:
+    """A loader writes the next batch into the memory of the last one, as NumPy does, too large to be summed."""
+    memory = numpy.ones((5000, 4), dtype=numpy.float32)
+
+    def step(job: Job, number: int) -> None:
+        memory[0, 0] = numpy.nan if job.bad(number) else 1.0
+        job.guard(torch.from_numpy(memory)).square().mean().backward()
+        memory[0, 0] = 1.0
+
+    return Job(nn.Linear(4, 2)).run(step)
+
+
+class Drawing(nn.Module):
+    """Divides by 0 at one draw from each of three streams."""
+
+    def __init__(self, generator: numpy.random.Generator) -> None:
+        super().__init__()
+        self.lin, self.generator = nn.Linear(4, 4), generator
+
+    def forward(self, values: Tensor) -> Tensor:
+        drawn = (numpy.random.random(), random.random(), self.generator.random())
+        return self.lin(values) / (0.0 if drawn == BAD_DRAWS else 1.0)  # type: ignore[no-any-return]
+
+
+def _seeded(generator: numpy.random.Generator) -> None:
+    numpy.random.seed(7)
+    random.seed(7)
+    generator.bit_generator.state = numpy.random.default_rng(7).bit_generator.state
+
+
+BAD_DRAWS = (numpy.random.RandomState(7).random(), random.Random(7).random(), numpy.random.default_rng(7).random())
+
+
+def drawn() -> Any:
+    """The loop draws between the loader and the call of the model."""
+    generator = numpy.random.default_rng(1)
+    job = Job(Drawing(generator))
+    job.guard.register(noise=generator)
+
+    def step(job: Job, number: int) -> None:
+        for values in job.guard.steps([job.values(number)]):
+            if job.bad(number):
+                _seeded(generator)
+            job.guard(values).square().mean().backward()
+
+    return job.run(step)
 
 
 class Scratch(nn.Module):

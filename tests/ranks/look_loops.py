@@ -402,6 +402,12 @@ def many_skips() -> Any:
 JOBS: dict[str, Callable[[], Any]] = {
     "hardware": look_jobs.hardware,
     "hardware, sharded": partial(look_jobs.hardware, "fsdp2"),
+    "counting": look_jobs.counting,
+    "counting around": look_jobs.counting_around,
+    "thawed": look_jobs.thawed,
+    "swapped": look_jobs.swapped,
+    "overwritten": look_jobs.overwritten,
+    "drawn": look_jobs.drawn,
     "memory": look_jobs.dirty_memory,
     "held outside": look_jobs.held_outside,
     "attributes, plain": partial(look_jobs.attributes, "plain"),

@@ -82,9 +82,37 @@ def test_a_fault_that_does_not_come_again_names_rank_host_and_device(found: dict
         look = _looks(found[name])
         assert look["outcome"] == "finite"
         assert look["text"].startswith("rank 1 finite on the second run")
-        assert f"suspect that device ({socket.gethostname()}, cpu)" in look["text"]
+        same = "arguments, weights, buffers, random states, settings and modes were the same: "
+        assert same in look["text"]
+        assert look["text"].endswith(f"; last of all that device ({socket.gethostname()}, cpu)")
         assert look["operator"] is None, "nothing was seen to make it"
         assert look["text"] in found[name][0]["text"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("counting", "rank 0: not compared: Python state that a call changes (1.counted)"),
+        (
+            "counting around",
+            "rank 0: not compared: Python state that a call changes (counting_around.<locals>.counts.counted)",
+        ),
+        ("thawed", "rank 0: it was not given the same: which parameters got a gradient (0.weight, 2.weight)"),
+        ("swapped", "rank 1: it was not given the same: weights (their memory was swapped since the forward)"),
+        ("overwritten", "rank 0: not compared: the bits of large arguments ([0])"),
+    ],
+)
+def test_a_device_is_not_suspected_where_the_second_run_may_have_been_given_something_else(
+    found: dict[str, Pair], name: str, said: str
+) -> None:
+    look = _looks(found[name])
+    assert look["outcome"] == "finite"
+    assert said in look["text"]
+    assert "device" not in found[name][0]["text"] and "hardware" not in found[name][0]["text"]
+
+
+def test_random_streams_are_those_of_the_call_and_not_those_of_the_loader(found: dict[str, Pair]) -> None:
+    assert _looks(found["drawn"])["outcome"] == "same"
 
 
 def test_memory_that_nobody_wrote_is_named_with_the_line_that_reads_it(found: dict[str, Pair]) -> None:

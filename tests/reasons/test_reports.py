@@ -90,9 +90,9 @@ def test_the_list_of_kinds_is_closed() -> None:
 @pytest.mark.parametrize(
     ("outcome", "in_place", "sentence"),
     [
-        ("not_reproduced", "finite", "in the replay, on equal software: nondeterminism, dirty memory or the device's"),
+        ("not_reproduced", "finite", "in the replay, on equal software: it was not given the same, or is not"),
         ("not_reproduced", "same", "in the replay, on equal software: it went bad twice where it ran, so suspect what"),
-        (None, "finite", "once more in place, on the same device: nondeterminism, dirty memory or the device's"),
+        (None, "finite", "once more in place: it was not given the same, or is not"),
     ],
 )
 def test_a_second_look_is_evidence(outcome: str | None, in_place: str, sentence: str) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_nanguard.config import ENV_PREFIX, RESERVED_ENVIRONMENT, GuardConfig, environment_ignored
-from ddp_nanguard.report.types import Phase
+from ddp_nanguard.report.types import WATCHABLE
 
 build = GuardConfig.from_code_and_environment
 
@@ -22,7 +22,7 @@ def test_defaults() -> None:
     assert (config.on_fault, config.max_skips, config.history, config.dump_keep) == ("stop", 10, 16, 5)
     assert (config.exit_code, config.timeout_s, config.state_every) == (65, 60.0, 100)
     assert (config.max_consecutive_overflows, config.scale_floor) == (20, 2.0**-14)
-    assert config.watch == tuple(str(phase) for phase in Phase)
+    assert config.watch == tuple(str(phase) for phase in WATCHABLE)
 
 
 def test_the_environment_wins_over_the_code() -> None:

@@ -56,7 +56,7 @@ A_NUMBER = f"a whole number from 0 to {BIG - 1}"
 A_RANK = "a rank from 0 to 1048575"
 A_SHAPE = f"a shape of at most {BIG - 1} elements"
 A_WORLD = "a number of ranks from 1 to 1048576"
-A_PHASE = "'state' or 'input' or 'forward' or 'loss' or 'backward' or 'reduce' or 'optimizer'"
+A_PHASE = "'state' or 'input' or 'forward' or 'loss' or 'backward' or 'reduce' or 'loop' or 'optimizer'"
 A_WRAPPER = "'plain' or 'ddp' or 'fsdp1' or 'fsdp2'"
 AN_OPTION = "what NanGuard takes (option exit_code=0 is out of range; give a code from 1 to 255)"
 LARGE = [2**40, 2**40]

@@ -142,6 +142,54 @@ def longer_recipe() -> Recipe:
     return Recipe(build(), longer_step)
 
 
+class Carrying(Net):
+    """Is bad once the loop's state, which no dump holds, says so."""
+
+    state = 1.0
+
+    def forward(self, values: Tensor, flag: Any) -> Tensor:
+        return super().forward(values * Carrying.state, False)
+
+
+def carrying_recipe() -> Recipe:
+    Carrying.state = 1.0
+    return Recipe(build(Carrying), plain_step)
+
+
+LOOP = {"scale": 1.0, "gradient": 1.0}
+
+
+def counting_step(model: Any, batch: Any) -> Tensor:
+    return plain_step(model, {**batch, "flag": False}) / LOOP["scale"]
+
+
+def counting_recipe() -> Recipe:
+    LOOP.update(scale=1.0, gradient=1.0)
+    return Recipe(build(), counting_step)
+
+
+class Scaled(torch.autograd.Function):
+    """Its backward depends on what the loop has counted."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient / LOOP["gradient"]
+
+
+def backward_step(model: Any, batch: Any) -> Tensor:
+    loss: Tensor = Scaled.apply(plain_step(model, {**batch, "flag": False}))
+    return loss
+
+
+def backward_recipe() -> Recipe:
+    LOOP.update(scale=1.0, gradient=1.0)
+    return Recipe(build(), backward_step)
+
+
 def wide_recipe() -> Recipe:
     return Recipe(build(width=WIDTH + 1), plain_step)
 
@@ -166,6 +214,7 @@ def fault(
     accumulation: int = 1,
     register: dict[str, Any] | None = None,
     before_update: Callable[[int], object] = bool,
+    after_update: Callable[[], object] = bool,
     **options: Any,
 ) -> str:
     """Trains into a fault; the path of its dump."""
@@ -185,13 +234,15 @@ def fault(
             for index, batch in enumerate(guard.steps(items)):
                 losses = step(guard, batch)
                 total = sum(losses.values()) if isinstance(losses, dict) else losses
-                guard.watch(**{watch: total})
+                if watch:
+                    guard.watch(**{watch: total})
                 total.backward()
                 if (index + 1) % accumulation == 0:
                     before_update(index)
                     for optimizer in optimizers:
                         optimizer.step()
                     model.zero_grad()
+                    after_update()
         except NonFiniteError as error:
             return str(error.report.dump_path)
     raise AssertionError("no fault")
@@ -352,3 +403,77 @@ def test_under_a_scaler_the_outputs_of_the_model_compare_whatever_was_watched(
     assert (said.code, said.outcome["outcome"]) == (0, "same"), said.text
     with np.load(Path(dump) / "rank-00000" / "history.npz", allow_pickle=False) as history:
         assert any("root output" in label for label in history["fault.labels"].tolist())
+
+
+# -- nothing differs, or it is said where ------------------------------------------------------------------------------
+
+
+def test_a_loss_that_training_did_not_watch_is_no_difference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = replayed(fault(tmp_path, watch="", layers="none"), capsys)
+    assert (said.code, said.outcome["reason"].partition(";")[0]) == (0, "the same site and the same bits"), said.text
+
+
+def _for_another_loss(model: Any) -> None:
+    """A critic that is called for the loss of what it judges: no step of its own."""
+    model.requires_grad_(False)
+    model.eval()(torch.zeros(4, WIDTH, requires_grad=True), False).sum().backward()
+    model.train().requires_grad_(True)
+
+
+def test_a_call_of_the_model_for_another_loss_is_no_difference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = build()
+    path = fault(tmp_path, model=model, layers="none", after_update=lambda: _for_another_loss(model))
+    said = replayed(path, capsys)
+    assert said.code == 0, said.text
+    assert any("is a call of the model without a watched loss" in note for note in said.outcome["notes"])
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "step", "state", "words"),
+    [
+        ("carrying_recipe", Carrying, plain_step, {}, "model or loss took in what this run does not give them"),
+        ("counting_recipe", Net, counting_step, {"scale": 0.0}, "the runs part at loss of micro-batch 0"),
+        ("backward_recipe", Net, backward_step, {"gradient": 0.0}, "the losses are the same, so a hook, or code in or"),
+    ],
+)
+def test_what_is_not_reproduced_is_told_by_where_the_runs_part(
+    name: str,
+    kind: type[nn.Module],
+    step: Callable[[Any, Any], Any],
+    state: dict[str, float],
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def spoil(index: int) -> None:
+        LOOP.update(state if index == FAULT_AT - 1 else {})
+        Carrying.state = math.nan if index == FAULT_AT - 1 and not state else 1.0
+
+    LOOP.update(scale=1.0, gradient=1.0)
+    path = fault(tmp_path, name=name, model=build(kind), step=step, before_update=spoil, layers="none")
+    said = replayed(path, capsys)
+    assert said.code == 4, said.text
+    assert words in said.outcome["reason"]
+    assert "hardware" not in said.text
+
+
+def test_a_batch_that_was_overwritten_is_another_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    buffer = torch.zeros(4, WIDTH)
+    numbers = iter(range(10))
+
+    def refilled(x: Tensor, flag: bool) -> dict[Any, Any]:
+        return as_dict(buffer, False)
+
+    def step(model: Any, batch: Any) -> Tensor:
+        buffer.fill_(math.nan if next(numbers) == FAULT_AT else 1.0)
+        return plain_step(model, batch)
+
+    path = fault(tmp_path, batch_of=refilled, step=step, before_update=lambda _: buffer.fill_(1.0), layers="none")
+    said = replayed(path, capsys)
+    assert said.code == 4, said.text
+    assert 'batch["in"]["x"] was overwritten after training had used it' in said.outcome["reason"]
+    assert "hardware" not in said.text

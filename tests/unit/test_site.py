@@ -77,7 +77,7 @@ SITE = Site(37, 4812, 3, Phase.FORWARD, "layers.17.mlp.act", 1, "output", "nan")
 
 
 def test_phases_are_in_causal_order() -> None:
-    order = ["state", "input", "forward", "loss", "backward", "reduce", "optimizer"]
+    order = ["state", "input", "forward", "loss", "backward", "reduce", "loop", "optimizer"]
     assert sorted(order, key=lambda name: Phase(name).causal_rank) == order
 
 

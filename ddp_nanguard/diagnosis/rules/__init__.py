@@ -21,6 +21,7 @@ RULES: tuple[Rule, ...] = (
     job.not_reproduced,
     why.reduce_overflow,
     job.update_overflow,
+    why.changed_by_the_loop,
     # a value that came from outside needs no operator to explain it
     outside.state_bad,
     outside.bad_input,
@@ -43,7 +44,7 @@ RULES: tuple[Rule, ...] = (
 REASON_KINDS = (
     "hyper-parameter", "not reproduced", "overflow in the reduce", "update overflow", "state", "bad input",
     "uninitialised memory", "masked row", "where trap", "edge of domain", "division by zero", "empty reduction",
-    "0*inf", "growth", "scale collapse", "overflow", "constant", "unknown",
+    "0*inf", "growth", "scale collapse", "overflow", "constant", "code after the backward", "unknown",
 )  # fmt: skip
 
 

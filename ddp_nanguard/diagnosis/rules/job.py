@@ -60,7 +60,7 @@ def _chance(again: SecondLook | None) -> str:
     if again is not None and again.outcome == "same" and again.operator is not None:
         return (
             "it went bad twice where it ran, so suspect what may differ here: counters, schedules and environment "
-            "variables of the script, code that has changed, or that device"
+            "variables of the script, collectives with other ranks, or code that has changed"
         )
     return why.CHANCE
 

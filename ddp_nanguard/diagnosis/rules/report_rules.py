@@ -98,11 +98,8 @@ def finite_in_place(known: ReportFacts) -> Reason | None:
     again = known.report.second_look if known.report is not None else None
     if again is None or again.outcome != "finite":
         return None
-    sentence = f"the same step was finite once more in place, on the same device: {CHANCE}"
+    sentence = f"the same step was finite once more in place: {CHANCE}"
     return Reason("not reproduced", sentence, (f"second look: {again.text}",))
-
-
-CHANCE = "nondeterminism, dirty memory or the device's hardware, or Python state that no guard keeps"
 
 
 def scale_collapse(known: ReportFacts) -> Reason | None:
@@ -111,6 +108,9 @@ def scale_collapse(known: ReportFacts) -> Reason | None:
     if report is None or not report.cause.startswith("scale collapse"):
         return None
     return Reason("scale collapse", report.cause)
+
+
+CHANCE = "it was not given the same, or is not deterministic; what was compared is told beside it"
 
 
 # -- values that were bad before ---------------------------------------------------------------------------------------
@@ -341,6 +341,14 @@ def _grows(values: list[float]) -> bool:
     return total >= MIN_TOTAL and bool(total ** (1 / (len(values) - 1)) >= MIN_FACTOR)
 
 
+def changed_by_the_loop(known: ReportFacts) -> Reason | None:
+    """Every gradient was finite after the backward, and code between that and the step changed it."""
+    report, origin = known.report, known.origin
+    if report is None or origin is None or origin.phase is not Phase.LOOP:
+        return None
+    return Reason("code after the backward", report.cause)
+
+
 RULES: tuple[Callable[[ReportFacts], Reason | None], ...] = (
     hyper_parameter,
     finite_in_place,
@@ -350,4 +358,5 @@ RULES: tuple[Callable[[ReportFacts], Reason | None], ...] = (
     bad_input,
     growth,
     scale_collapse,
+    changed_by_the_loop,
 )
