@@ -142,17 +142,17 @@ class GradientProbe:
         backward, slots = self.backward, self.slots
         if not (backward.is_entered and backward.ran):
             backward.enter()
+        can_wait = gradient.layout is torch.strided and (self._pending_bytes is None or self._has_room(gradient))
+        if not can_wait or _current_graph_task() != backward.graph_task:
+            self._probe_now(name, gradient)
+            return
         # blame goes by this order, so it is that of the hooks even where the gradient is looked at later
         slots.order = order = slots.order + 1
-        can_wait = gradient.layout is torch.strided and (self._pending_bytes is None or self._has_room(gradient))
-        if can_wait and _current_graph_task() == backward.graph_task:
-            self._pending.append(gradient)
-            self._pending_names.append(name)
-            self._pending_orders.append(order)
-            if self.queue is not None and self._pending_bytes is None:
-                self.queue.graph_task = backward.graph_task
-        else:
-            self._probe_now(order, name, gradient)
+        self._pending.append(gradient)
+        self._pending_names.append(name)
+        self._pending_orders.append(order)
+        if self.queue is not None and self._pending_bytes is None:
+            self.queue.graph_task = backward.graph_task
 
     def flush_pending(self) -> None:
         """Look at the gradients that `probe_local` has left pending, see [Note: waiting gradients]."""
@@ -185,9 +185,9 @@ class GradientProbe:
         self._bytes_left -= gradient.nbytes
         return True
 
-    def _probe_now(self, order: int, name: str, gradient: Tensor) -> None:
-        self._local_screen((name,)).look(self.slots, (gradient,), (order,))
-        self.flush_pending()
+    def _probe_now(self, name: str, gradient: Tensor) -> None:
+        self.flush_pending()  # they came before it
+        self._local_screen((name,)).look(self.slots, (gradient,))
 
     def _local_screen(self, names: tuple[str, ...]) -> Screen:
         micro_batch = self.micro_batch

@@ -118,6 +118,8 @@ def _call_text(site: Site) -> str:
 def _inline_code_text(site: Site) -> str:
     assert site.inline_code is not None
     span, kind = site.inline_code, KIND_WORDS[site.kind]
+    if span.layer is None and span.after is None and span.before == "" and site.phase is Phase.BACKWARD:
+        return f"code of the training step after the model: its backward gives a {kind} gradient"
     code = f"code of {layer_text(span.layer)}" if span.layer is not None else "code of the training step"
     # in the order in which it ran: in backward, what comes after a layer stands before it in the code
     ends = [

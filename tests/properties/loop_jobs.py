@@ -94,9 +94,9 @@ def _batches(shape: Shape, rank: int) -> Iterator[dict[str, Any]]:
         step, micro_batch = divmod(item, shape.accumulation)
         values = torch.randn(ROWS, WIDTH, generator=generator)
         fault = shape.fault
-        if fault is not None and fault.place == "input":
-            if (fault.rank, fault.step, fault.micro_batch) == (rank, step, micro_batch):
-                values[1, 2] = NAN
+        at = (rank, step, micro_batch)
+        if fault is not None and fault.place == "input" and (fault.rank, fault.step, fault.micro_batch) == at:
+            values[1, 2] = NAN
         yield {
             "values": values,
             "words": torch.randint(0, WORDS, (ROWS,), generator=generator),

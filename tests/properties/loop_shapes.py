@@ -17,8 +17,9 @@ WRAPPERS = ("plain", "ddp", "fsdp2")
 PLACES = ("input", "forward", "grad", "loss", "code", "weight", "moved", "buffer", "lr")
 """
 ``input``: a number of the batch; ``forward``, ``grad``: output and gradient of a block; ``loss``: code of the loss;
-``code``: a gradient changed between backward and step; ``weight``: a weight written before the step; ``moved``: a weight
-that ``optimizer.step`` itself makes bad; ``buffer``: a buffer written before the step; ``lr``: NaN from the schedule.
+``code``: a gradient changed between backward and step; ``weight``: a weight written before the step; ``moved``: a
+weight that ``optimizer.step`` itself makes bad; ``buffer``: a buffer written before the step; ``lr``: NaN from the
+schedule.
 """
 
 
@@ -54,7 +55,8 @@ class Shape:
         clip: ``none``, ``torch``, ``guard`` or ``value``.
         scaler: a GradScaler scales the loss.
         optimizers: one, or two of which the second steps in every other step.
-        surgery: what the loop makes of the gradients: ``none``, ``scale`` (in place), ``replace`` (new tensors), ``data``.
+        surgery: what the loop makes of the gradients: ``none``, ``scale`` (in place), ``replace`` (by new tensors), or
+            ``data`` (in place, unseen by autograd).
         second_call: the model is called twice for one loss.
         evaluates: an evaluation between steps.
         ema: ``none``, ``registered``, ``unknown`` to the guard.
@@ -129,7 +131,7 @@ def expected(shape: Shape) -> Said | None:
         case "loss" if shape.watched or shape.entry == "run":
             return Said(*at, "loss", None, None)
         case "loss":  # nobody was shown the loss: the gradient that comes out of it is what is seen
-            return Said(*at, "backward", "head", None)
+            return Said(*at, "backward", "", None)
         case "code" | "weight" | "moved":
             phase = {"code": "loop", "weight": "state", "moved": "optimizer"}[fault.place]
             rank = None if fault.place == "code" and _is_spread(shape) else fault.rank
