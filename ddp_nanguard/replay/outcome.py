@@ -21,6 +21,7 @@ from ddp_nanguard.report.command_text import replay_all_text
 from ddp_nanguard.report.messages import what
 from ddp_nanguard.report.slot_key import SlotKey
 from ddp_nanguard.report.types import Phase, Site
+from ddp_nanguard.wrappers.ddp import hooks_left_out
 
 from .run_step import StepResult
 
@@ -313,7 +314,7 @@ def _not_reproduced(result: Result, then: Site, parting: _Parting) -> str:
         "if you changed the code, the fault is gone",
         twice if look is not None and look.outcome == "same" and look.operator is not None else "",
         f"in training: {look.text}" if look is not None and look.outcome == "finite" else "",
-        _all_ranks_text(parting) if parting.alone and parting.dump.world_size > 1 else "",
+        _next_text(parting),
     ]
     return "; ".join(text for text in texts if text)
 
@@ -322,6 +323,12 @@ def _where_they_part(result: Result, then: Site, parting: _Parting) -> str:
     modified = [f"batch{path}" for micro_batch in parting.recorded for path in micro_batch.modified]
     if modified:
         return f"{', '.join(modified[:4])} was overwritten after training had used it, so this is another batch"
+    hooks = hooks_left_out(parting.dump.manifest.wrapper_description.details)
+    if hooks and then.phase is Phase.REDUCE:
+        return (
+            f"it came with DDP's comm hook {', '.join(hooks)}, and this replay reduces without it: give "
+            "Recipe(wrap=...) that registers the hook, or replay by the script"
+        )
     different = result.first_difference or next((name for name, same in result.losses.items() if not same), None)
     if different is None and then.phase is Phase.LOOP:
         return "all is the same up to the end of the backward: code of the loop before the step did something else"
@@ -349,7 +356,12 @@ _PARTING = {
 """By where two runs part: what that usually means."""
 
 
-def _all_ranks_text(parting: _Parting) -> str:
+def _next_text(parting: _Parting) -> str:
+    """What would tell more."""
+    if any(micro_batch.modified for micro_batch in parting.recorded):
+        return "train with copy_batch=True to keep what training used"
+    if not parting.alone or parting.dump.world_size == 1:
+        return ""
     dump = parting.dump
     return f"with all ranks: {replay_all_text(str(dump.path), dump.manifest.script, dump.world_size)}"
 

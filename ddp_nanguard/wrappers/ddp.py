@@ -25,6 +25,7 @@ from .clean_names import inner_of
 
 _HOOKS = {hook.__name__: hook for hook in (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook)}
 _HOOKS["bf16_compress_hook"] = default_hooks.bf16_compress_hook
+_MIXED_HOOK = "_reducer_allreduce_and_upcast_hook"  # comes with mixed_precision
 _FLAGS = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph", "skip_all_reduce_unused_params")
 # Options differ between releases of torch; those that the installed one does not know are left out.
 _SIGNATURE = inspect.signature(DistributedDataParallel.__init__).parameters
@@ -154,10 +155,19 @@ def _group(group: ProcessGroup | None, mesh: DeviceMesh | None) -> ProcessGroup 
     return mesh.get_group() if group is None and mesh is not None else group
 
 
+def hooks_left_out(description: dict[str, Any]) -> list[str]:
+    """Comm hooks of the job's own, or with a state, which `wrap` cannot register again.
+
+    Args:
+        description: what `DDPWrapper.describe`, or that of another wrapper, gave.
+    """
+    return [name for name in description.get("comm_hooks", []) if name not in _HOOKS and name != _MIXED_HOOK]
+
+
 def _register_hook(ddp: DistributedDataParallel, name: str) -> None:
     if name in _HOOKS:
         ddp.register_comm_hook(None, _HOOKS[name])
-    elif name != "_reducer_allreduce_and_upcast_hook":  # comes with mixed_precision
+    elif name != _MIXED_HOOK:
         warnings.warn(
             f"comm hook {name} is not one of {', '.join(_HOOKS)}: the reduce is done without it", stacklevel=3
         )

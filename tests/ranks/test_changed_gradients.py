@@ -169,3 +169,30 @@ def test_no_recipe_replays_code_of_the_loop(ran: tuple[dict[str, Any], Path]) ->
     reason = why_not_replayable(dump, alone=True)
     assert reason is not None and "which no recipe runs: replay by the script" in reason
     assert why_not_replayable(dump, alone=True, by_script=True) is None
+
+
+def _sparse(rank: int, world_size: int, folder: str) -> Any:
+    model = DistributedDataParallel(nn.Embedding(6, 2, sparse=True))
+    optimizer = torch.optim.SparseAdam(list(model.parameters()), lr=0.1)
+    guard = NanGuard(model, optimizer, dump_dir=folder)
+    try:
+        for step in range(3):
+            divisor = 0.0 if rank == 1 and step == BAD_STEP else 1.0
+            loss = (guard(torch.tensor([1, 2, 3])) / divisor).mean()
+            guard.watch(loss=loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except NonFiniteError as error:
+        look = error.report.second_look
+        assert look is not None
+        return look.outcome
+    return None
+
+
+def test_a_sparse_gradient_is_recorded_as_the_rank_made_it_and_not_as_ddp_divides_it(tmp_path: Path) -> None:
+    assert run_ranks(_sparse, folder=str(tmp_path)) == ["same", "same"]
+    history = open_dump(tmp_path / f"step-{BAD_STEP:08}").history(0)
+    found = dict(zip(history["fault.labels"].tolist(), history["fault.values"].tolist(), strict=True))
+    low, high = found["backward|0|weight|-|gradient|1"]
+    assert (low, high) == pytest.approx((1 / 6, 1 / 6))

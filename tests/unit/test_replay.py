@@ -476,4 +476,5 @@ def test_a_batch_that_was_overwritten_is_another_batch(tmp_path: Path, capsys: p
     said = replayed(path, capsys)
     assert said.code == 4, said.text
     assert 'batch["in"]["x"] was overwritten after training had used it' in said.outcome["reason"]
+    assert said.outcome["reason"].endswith("train with copy_batch=True to keep what training used")
     assert "hardware" not in said.text
