@@ -15,6 +15,7 @@ from .capture.record import PreviousStep, StepRecord
 from .capture.window import AccumulationWindow
 from .config import GuardConfig
 from .distributed.group import RankGroup
+from .errors import Undone
 from .inject.spec import InjectionSpec
 from .probes.backward import BackwardProbe
 from .probes.calls import ModuleCall
@@ -56,6 +57,7 @@ class GuardContext:
         paused: a context in which the monitor of this guard follows nothing, set by that.
         compiled: names of modules inside compiled code, and of modules whose own call is compiled.
         has_hooks: whether the hooks of the forward are on the modules.
+        undone: what the fault path could not do on this rank.
     """
 
     # - Given by the user, and what follows from it
@@ -94,6 +96,7 @@ class GuardContext:
     paused: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     compiled: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
     has_hooks: bool = False
+    undone: Undone = field(default_factory=Undone)
 
     def record(self, step: int) -> StepRecord:
         """The record of the step that is running. It refers to the open window and slots and copies nothing.
@@ -103,7 +106,9 @@ class GuardContext:
 
         Host sync: none.
         """
-        numbers = list(self.state.hyper_parameters())
+        none: list[tuple[str, float | Tensor]] = []
+        what = "hyper-parameters were not read"
+        numbers = self.undone.attempt(what, lambda: list(self.state.hyper_parameters()), none)
         return StepRecord(step, self.window, self.forward.calls, self.slots, numbers, self.scaler)
 
     def keep_clean_step(self, step: int) -> None:

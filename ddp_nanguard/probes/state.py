@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -103,7 +103,7 @@ class StateProbe:
         """Tensors in the optimizers' state, as ``<parameter>.<key>``; none before their first step."""
         for optimizer in self._optimizers:
             for name, parameter in self.named_parameters_of(optimizer):
-                for key, value in optimizer.state.get(parameter, {}).items():
+                for key, value in state_of(optimizer, parameter).items():
                     if isinstance(value, Tensor):
                         yield f"{name}.{key}", value
 
@@ -204,6 +204,12 @@ class StateProbe:
         if name not in sources:
             sources[name] = None if self._is_ignored(name) else StateSource(kind, name, when)
         return sources[name]
+
+
+def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Mapping[Any, Any]:
+    """What an optimizer keeps of a parameter; nothing where that is no mapping, as no optimizer of torch has it."""
+    found = optimizer.state.get(parameter)
+    return found if isinstance(found, Mapping) else {}
 
 
 def _cannot_change(value: object) -> bool:
