@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,9 +23,9 @@ from .probes.clipping import clip_and_look, clip_grad_norm_
 from .probes.forward import ForwardProbe
 from .probes.gradient import GradientProbe
 from .probes.slots import SlotBuffer
-from .probes.sources import KnownNonFinite
+from .probes.sources import STATE_SLOT, KnownNonFinite
 from .probes.state import StateProbe
-from .report.types import Phase
+from .report.types import INFINITE_KINDS, KINDS, Phase
 from .wrappers import GradientWatch, Wrapper, compiled_modules
 from .wrappers.grad_scaler import WatchedScaler
 
@@ -50,7 +50,8 @@ class GuardContext:
         named_buffers: gives clean name and buffer of the model; called each time, since buffers can be replaced.
         registered: further objects by name, see `NanGuard.register`.
         known_nonfinite: what the dump of a replay says was non-finite in clean steps; in training the ring of clean
-            steps tells it, and this is empty.
+            steps tells it, and this holds only the state that is so on purpose, see [Note: legal infinities].
+        legal_text: names of the latter for reports, the same on all ranks.
         injection: the fault that the environment injects into this job; None in all others.
         is_second_look: whether it belongs to a second look, on a model that has a guard.
         num_looks: runs of second looks so far, the same on all ranks.
@@ -90,6 +91,7 @@ class GuardContext:
     # - What changes in the life of the guard
     registered: dict[str, Any] = field(default_factory=dict)
     known_nonfinite: frozenset[KnownNonFinite] = frozenset()
+    legal_text: str = ""
     injection: InjectionSpec | None = None
     is_second_look: bool = False
     num_looks: int = 0
@@ -130,6 +132,28 @@ class GuardContext:
     def is_ignored(self, name: str) -> bool:
         """Whether an ``ignore`` pattern covers a layer or a parameter."""
         return self.config.is_ignored(name)
+
+    def is_legal(self, name: str, kind: str) -> bool:
+        """Whether a state holds that kind of value on purpose."""
+        return (self.owner_of(name), f"{STATE_SLOT}{name}", kind) in self.known_nonfinite
+
+    def allow(self, legal: Mapping[str, str]) -> None:
+        """From now on this state may hold what it holds.
+
+        Args:
+            legal: name and kind: with NaN infinities are allowed too, with an infinity that of the other sign.
+        """
+        kinds = {name: KINDS if kind == "nan" else INFINITE_KINDS for name, kind in legal.items()}
+        known = {(self.owner_of(name), f"{STATE_SLOT}{name}", kind) for name in legal for kind in kinds[name]}
+        self.known_nonfinite |= known
+        self.follow_known()
+
+    def follow_known(self) -> None:
+        """Have the probe of state look at what is known to be non-finite accordingly."""
+        known = [(slot, kind) for _, slot, kind in self.known_nonfinite if slot.startswith(STATE_SLOT)]
+        slots_with_nan = {slot for slot, kind in known if kind == "nan"}
+        if known:
+            self.state.allow({slot.removeprefix(STATE_SLOT): slot in slots_with_nan for slot, _ in known})
 
     def owner_of(self, name: str) -> str:
         """The layer of a parameter, buffer or optimizer state: the longest module name that ``name`` begins with."""

@@ -110,7 +110,7 @@ def _add_parameters(context: GuardContext, found: NonFiniteState, slot_stats: li
     for holder, name, tensor in named_parameter_tensors(context):
         if not context.is_ignored(name):
             when = found.by_update if holder in updated else (found.since if holder in clean else found.before)
-            when.extend(_if_nonfinite(name, tensor))
+            when.extend(_if_nonfinite(context, name, tensor))
 
 
 def _add_optimizer_state(context: GuardContext, found: NonFiniteState, slot_stats: list[SlotStats]) -> None:
@@ -118,7 +118,7 @@ def _add_optimizer_state(context: GuardContext, found: NonFiniteState, slot_stat
     for name, tensor in optimizer_tensors(context):
         if not context.is_ignored(name):
             when = found.by_update if updated else (found.since if name in clean else found.before)
-            when.extend(_if_nonfinite(name, tensor))
+            when.extend(_if_nonfinite(context, name, tensor))
 
 
 def _looked_at(slot_stats: list[SlotStats]) -> tuple[set[str], set[str]]:
@@ -164,12 +164,16 @@ def _add_buffers(context: GuardContext, window: AccumulationWindow, found: NonFi
         copied = copies.get(name)
         was_bad = copied is None or kind_in(copied, allow_negative_inf=True) is not None
         when = found.before if was_bad else found.buffers
-        when.extend(_if_nonfinite(name, buffer, allow_negative_inf=True))
+        when.extend(_if_nonfinite(context, name, buffer, allow_negative_inf=True))
 
 
-def _if_nonfinite(name: str, tensor: Tensor, allow_negative_inf: bool = False) -> list[NonFiniteTensor]:
+def _if_nonfinite(
+    context: GuardContext, name: str, tensor: Tensor, allow_negative_inf: bool = False
+) -> list[NonFiniteTensor]:
     kind = kind_in(tensor, allow_negative_inf)
-    return [] if kind is None else [NonFiniteTensor(name, kind, evidence(tensor))]
+    if kind is None or context.is_legal(name, kind):
+        return []
+    return [NonFiniteTensor(name, kind, evidence(tensor))]
 
 
 def _bad_hyper_parameters(record: StepRecord) -> list[NonFiniteTensor]:

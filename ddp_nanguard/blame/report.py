@@ -105,6 +105,8 @@ def _notes(context: GuardContext) -> tuple[str, ...]:
     notes = []
     if context.injection is not None:
         notes.append(f"{ENV_INJECT} plants a fault in this job: {context.injection}")
+    if context.legal_text:
+        notes.append(f"non-finite before anything went wrong, which is no fault by itself: {context.legal_text}")
     if context.ranks.peers_lost:
         notes.append(f"peers were not asked or did not answer: this is rank {context.ranks.rank}'s own view")
     return tuple(notes)

@@ -198,6 +198,7 @@ def _context(rebuilt: Rebuilt, answers_alone: bool) -> GuardContext:
     # compiled code carried hooks of its own choice: the same slots must exist, so that bits can be compared
     context.forward.watch_as_compiled(compiled.traced, compiled.watched)
     context.known_nonfinite = frozenset(evidence.known_nonfinite)
+    context.follow_known()
     context.slots.exact = dump.manifest.options.verdict == "deferred"  # see `SlotBuffer`
     return context
 

@@ -40,6 +40,7 @@ class Phase(enum.StrEnum):
 
 KINDS = ("nan", "inf", "-inf")
 """Kinds of non-finite values, worst first."""
+INFINITE_KINDS = ("inf", "-inf")
 
 
 # -- what a field may hold beyond its type; the reader of a dump checks it --------------------------------------------

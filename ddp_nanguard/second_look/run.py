@@ -266,6 +266,7 @@ def _context_like(context: GuardContext, step: int, everything: bool) -> GuardCo
     second.is_second_look = True
     second.slots.exact = context.slots.exact  # the same reductions: bits are compared
     second.known_nonfinite = context.known_nonfinite
+    second.follow_known()
     second.state.registered = context.state.registered
     return second
 
