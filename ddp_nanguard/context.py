@@ -51,6 +51,7 @@ class GuardContext:
         registered: further objects by name, see `NanGuard.register`.
         known_nonfinite: what the dump of a replay says was non-finite in clean steps; in training the ring of clean
             steps tells it, and this holds only the state that is so on purpose, see [Note: legal infinities].
+        is_replay: whether the dump tells what is legal: nothing else is, see [Note: legal infinities].
         legal_text: names of the latter for reports, the same on all ranks.
         injection: the fault that the environment injects into this job; None in all others.
         is_second_look: whether it belongs to a second look, on a model that has a guard.
@@ -91,6 +92,7 @@ class GuardContext:
     # - What changes in the life of the guard
     registered: dict[str, Any] = field(default_factory=dict)
     known_nonfinite: frozenset[KnownNonFinite] = frozenset()
+    is_replay: bool = False
     legal_text: str = ""
     injection: InjectionSpec | None = None
     is_second_look: bool = False

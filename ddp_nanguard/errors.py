@@ -6,7 +6,8 @@
     ├── ValueError
     │   └── DumpError            a dump that cannot be used: partial, tampered with, too new, a rank is missing
     └── RuntimeError
-        └── NonFiniteError       raised on every rank in the same step; carries the report
+        ├── NonFiniteError       raised on every rank in the same step; carries the report
+        └── OutOfStepError       ranks are not in the same step, so that no verdict can be given
 
 Bad input to the library is a plain ``ValueError`` that names the option, the value and the remedy.
 """
@@ -92,6 +93,10 @@ class NonFiniteError(RuntimeError):
     # the barrier stays behind: it leads to a process group, which no other process can use
     def __reduce__(self) -> tuple[type[NonFiniteError], tuple[str, FaultReport, int]]:
         return type(self), (self.args[0], self.report, self.exit_code)
+
+
+class OutOfStepError(RuntimeError):
+    """Ranks are not in the same step, or a collective of the job has met a verdict: which ones, and the remedy."""
 
 
 def _no_peers() -> None:

@@ -6,6 +6,7 @@ that ends on its own).
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -173,10 +174,15 @@ class NanGuard:
         self._context.register(things)
 
     def close(self) -> None:
-        """Judge the last update, then leave the model as it was. Collective: one verdict; every rank must call it."""
+        """Judge the last update and what else is open, then leave the model as it was.
+
+        Called while an exception is on its way, as in ``finally``, it judges nothing: peers may not get there.
+
+        Collective: one verdict; every rank must call it.
+        """
         try:
-            if self._monitor.is_watching and self._monitor.has_unjudged_update:
-                self._monitor.check()
+            if self._monitor.is_watching and not _is_raising():
+                self._monitor.judge_open()
         finally:
             self._detach()
 
@@ -236,6 +242,10 @@ class NanGuard:
     def on_uncaught_exception(self, error: BaseException) -> int | None:
         """For `distributed.exit`, not for users: see `SingleRankExit.on_uncaught_exception`."""
         return None if self._is_left or self._exit is None else self._exit.on_uncaught_exception(error)
+
+
+def _is_raising() -> bool:
+    return sys.exc_info()[0] is not None
 
 
 class _Keeper:

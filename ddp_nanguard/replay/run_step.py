@@ -199,6 +199,7 @@ def _context(rebuilt: Rebuilt, answers_alone: bool) -> GuardContext:
     context.forward.watch_as_compiled(compiled.traced, compiled.watched)
     context.known_nonfinite = frozenset(evidence.known_nonfinite)
     context.follow_known()
+    context.is_replay = True
     context.slots.exact = dump.manifest.options.verdict == "deferred"  # see `SlotBuffer`
     return context
 
