@@ -276,3 +276,14 @@ def _parse_as(text: str, annotation: Any) -> Any:
     if annotation is bool:
         return {"1": True, "true": True, "0": False, "false": False}[text.lower()]
     return annotation(text)
+
+
+def is_switched_off(options: Mapping[str, Any]) -> bool:
+    """Whether ``enabled`` is False, whatever else is given; where it is no boolean, that is told as of any option."""
+    text = _environment().get(f"{ENV_PREFIX}ENABLED")
+    if text is None:
+        return options.get("enabled", True) is False
+    try:
+        return _parse(f"{ENV_PREFIX}ENABLED", text, _annotation(GuardConfig, "enabled")) is False
+    except ValueError:
+        return False

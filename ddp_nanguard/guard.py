@@ -212,7 +212,8 @@ class NanGuard:
     def _only_count(self) -> None:
         """``enabled=False``: nothing is looked at, but a loop may end by ``guard.step``."""
         self._monitor.close()
-        self._handles.append(self._context.optimizers[0].register_step_post_hook(CountHook(self._monitor)))
+        for optimizer in self._context.optimizers[:1]:
+            self._handles.append(optimizer.register_step_post_hook(CountHook(self._monitor)))
         warn_of_disabled()
 
     def _unhook(self) -> None:
@@ -234,7 +235,8 @@ class NanGuard:
             unwatch_exit(self)
         self._context.close()
         # who keeps the guard must not keep DDP alive past its process group: the interpreter's shutdown may then hang
-        self._model = weakref.ref(self._model())
+        model = self._model()
+        self._model = weakref.ref(model) if isinstance(model, nn.Module) else _nothing
         self._monitor.release()
         self.__dict__.pop("_policy", None)
         del self._exit, self._takeover, self._context
@@ -242,6 +244,10 @@ class NanGuard:
     def on_uncaught_exception(self, error: BaseException) -> int | None:
         """For `distributed.exit`, not for users: see `SingleRankExit.on_uncaught_exception`."""
         return None if self._is_left or self._exit is None else self._exit.on_uncaught_exception(error)
+
+
+def _nothing() -> None:
+    return None
 
 
 def _is_raising() -> bool:

@@ -15,6 +15,7 @@ from torch._compile import _disable_dynamo
 from ddp_nanguard.tensors.containers import tensors_in
 
 from .autograd import in_backward
+from .optimizers import inner_optimizers
 from .weak import WeakHook
 
 _log = logging.getLogger(__name__)
@@ -122,9 +123,17 @@ class OptimizerHooks:
 
     def put(self) -> None:
         """Put a hook before and one after ``step`` of each optimizer."""
+        stepping: set[int] = set()
         for optimizer in self._optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(BeforeStepHook(self._events())))
-            self._handles.append(optimizer.register_step_post_hook(AfterStepHook(self._events())))
+            self._register(optimizer, BeforeStepHook(self._events(), stepping), AfterStepHook(self._events(), stepping))
+            for inner in inner_optimizers(optimizer):
+                if all(inner is not other for other in self._optimizers):
+                    before = BeforeInnerStepHook(self._events(), stepping, optimizer)
+                    self._register(inner, before, AfterInnerStepHook(self._events(), stepping, optimizer))
+
+    def _register(self, optimizer: torch.optim.Optimizer, before: BeforeStepHook, after: AfterStepHook) -> None:
+        self._handles.append(optimizer.register_step_pre_hook(before))
+        self._handles.append(optimizer.register_step_post_hook(after))
 
     def remove(self) -> None:
         """Take the hooks off; may be called again."""
@@ -204,7 +213,18 @@ class UncompiledExitHook(ExitHook):
 
 
 class BeforeStepHook(WeakHook):
-    """The hook before ``optimizer.step``; a closure is wrapped, so that the verdict is given when it has returned."""
+    """The hook before ``optimizer.step``; a closure is wrapped, so that the verdict is given when it has returned.
+
+    Args:
+        target: told of the step.
+        stepping: by ``id``, the optimizers whose step is running.
+    """
+
+    __slots__ = ("stepping",)
+
+    def __init__(self, target: object, stepping: set[int]) -> None:
+        super().__init__(target)
+        self.stepping = stepping
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Give the verdict, or have the closure give it; returns new arguments of ``step`` with a closure, else None.
@@ -223,14 +243,17 @@ class BeforeStepHook(WeakHook):
             )
         # the scaler's entry was judged; a second verdict in the same step would be one collective too many
         if events.is_inside_scaler():
+            self.stepping.add(id(optimizer))
             events.begin_update(optimizer)
             return None
         # with a closure the gradients of the update do not exist yet
         closure = _closure_of(args, kwargs)
         if closure is None:
             events.before_update(optimizer)
+            self.stepping.add(id(optimizer))
             events.begin_update(optimizer)
             return None
+        self.stepping.add(id(optimizer))
         wrapped = _JudgedClosure(events, optimizer, closure)
         if "closure" in kwargs:
             return args, {**kwargs, "closure": wrapped}
@@ -238,13 +261,63 @@ class BeforeStepHook(WeakHook):
 
 
 class AfterStepHook(WeakHook):
-    """The hook after ``optimizer.step``, when the weights may have changed."""
+    """The hook after ``optimizer.step``, when the weights may have changed; arguments as of the one before it."""
+
+    __slots__ = ("stepping",)
+
+    def __init__(self, target: object, stepping: set[int]) -> None:
+        super().__init__(target)
+        self.stepping = stepping
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Report that the optimizer has stepped."""
+        self.stepping.discard(id(optimizer))
         events = self.target()
         if events is not None:
             events.after_update(optimizer)
+
+
+class BeforeInnerStepHook(BeforeStepHook):
+    """The hook before the step of an optimizer inside another one: a step of that, unless that is running already.
+
+    Args:
+        target: told of the step.
+        stepping: as of the other hooks.
+        outer: the optimizer that the loop has.
+    """
+
+    __slots__ = ("outer",)
+
+    def __init__(self, target: object, stepping: set[int], outer: torch.optim.Optimizer) -> None:
+        super().__init__(target, stepping)
+        self.outer = weakref.ref(outer)
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """Give the verdict of the outer optimizer."""
+        outer = self.outer()
+        if outer is None or id(outer) in self.stepping:
+            return None
+        changed = super().__call__(outer, args, kwargs)
+        self.stepping.discard(id(outer))
+        self.stepping.add(id(optimizer))
+        return changed
+
+
+class AfterInnerStepHook(AfterStepHook):
+    """The hook after it; arguments as of `BeforeInnerStepHook`."""
+
+    __slots__ = ("outer",)
+
+    def __init__(self, target: object, stepping: set[int], outer: torch.optim.Optimizer) -> None:
+        super().__init__(target, stepping)
+        self.outer = weakref.ref(outer)
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Report that the outer optimizer has stepped, if it was by this one alone."""
+        outer = self.outer()
+        if outer is not None and id(optimizer) in self.stepping:
+            self.stepping.discard(id(optimizer))
+            super().__call__(outer, args, kwargs)
 
 
 class CountHook(WeakHook):

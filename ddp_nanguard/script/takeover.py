@@ -33,6 +33,7 @@ from ddp_nanguard.dump.batch_codec import unregistered_type
 from ddp_nanguard.dump.read import Dump, open_dump
 from ddp_nanguard.errors import DumpError
 from ddp_nanguard.hooks.frames import is_users_own
+from ddp_nanguard.hooks.optimizers import optimizers_in
 from ddp_nanguard.replay.outcome import (
     EXIT_CODES,
     Outcome,
@@ -275,7 +276,8 @@ def _opened(request: ReplayRequest, alone: bool) -> Dump:
 
 
 def _as_list(optimizer: Any) -> list[torch.optim.Optimizer]:
-    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    found = optimizers_in(optimizer)
+    return found or [inner for each in optimizer for inner in optimizers_in(each)]
 
 
 def _device_of(wrapper: Wrapper) -> torch.device:

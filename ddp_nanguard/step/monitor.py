@@ -31,6 +31,7 @@ from .deferred import DeferredVerdict
 from .forward import ModelForward
 from .judge import StepJudge
 from .stage import LastVerdict, StepStage
+from .unjudged import UnjudgedUpdates
 
 _NO_BATCH = object()
 
@@ -64,6 +65,7 @@ class StepMonitor:
         # - what the loop has done last
         self._batch: Any = _NO_BATCH
         self._last: LastVerdict | None = None
+        self._unjudged = UnjudgedUpdates()
         # - hooks around the model and the optimizers; those on its modules belong to the probes
         self._hooks = OptimizerHooks(self, context.optimizers)
         self._forward = ModelForward(context, self._at_model)
@@ -94,6 +96,8 @@ class StepMonitor:
 
     def _open_micro_batch(self, batch: Any) -> None:
         context = self._context
+        if self.stage is StepStage.BACKWARD:
+            self._unjudged.look(context, self.step, self._last is None)
         context.flush_compiled()  # what compiled code has piled up belongs to the micro-batch before
         micro_batch = context.window.begin_micro_batch(batch)
         context.forward.begin_micro_batch(micro_batch.index)
@@ -316,6 +320,7 @@ class StepMonitor:
 
     def _close_window(self) -> None:
         context = self._context
+        self._unjudged.num_seen = 0
         context.window.clear()
         if context.scaler is not None:
             context.scaler.new_window()
