@@ -26,6 +26,7 @@ from .probes.slots import SlotBuffer
 from .probes.sources import STATE_SLOT, KnownNonFinite
 from .probes.state import StateProbe
 from .report.types import INFINITE_KINDS, KINDS, Phase
+from .tensors.minmax import kind_in
 from .wrappers import GradientWatch, Wrapper, compiled_modules
 from .wrappers.grad_scaler import WatchedScaler
 
@@ -52,6 +53,7 @@ class GuardContext:
         known_nonfinite: what the dump of a replay says was non-finite in clean steps; in training the ring of clean
             steps tells it, and this holds only the state that is so on purpose, see [Note: legal infinities].
         is_replay: whether the dump tells what is legal: nothing else is, see [Note: legal infinities].
+        outputs: what the model returned last, for a rank that raises before any loss.
         legal_text: names of the latter for reports, the same on all ranks.
         injection: the fault that the environment injects into this job; None in all others.
         is_second_look: whether it belongs to a second look, on a model that has a guard.
@@ -93,6 +95,7 @@ class GuardContext:
     registered: dict[str, Any] = field(default_factory=dict)
     known_nonfinite: frozenset[KnownNonFinite] = frozenset()
     is_replay: bool = False
+    outputs: list[weakref.ref[Tensor]] = field(default_factory=list)
     legal_text: str = ""
     injection: InjectionSpec | None = None
     is_second_look: bool = False
@@ -191,6 +194,17 @@ class GuardContext:
         if self.forward.watched.layers:
             return self.root_is_traced
         return self.scaler is not None and not self.config.watched.isdisjoint((Phase.FORWARD, Phase.BACKWARD))
+
+    def look_at_last_outputs(self) -> None:
+        """Look at what the model returned last, where no probe has: only the fault path of a rank that raises does.
+
+        Host sync: as `kind_in`, for each of the tensors that are still there.
+        """
+        if self.forward.watched.layers or self.sees_output_outside:
+            return
+        found = [tensor for tensor in (each() for each in self.outputs) if tensor is not None and kind_in(tensor)]
+        self.outputs = []
+        self.forward.probe_root_output(tuple(found))
 
     # -- compiled code -----------------------------------------------------------------------------------------------
 

@@ -318,6 +318,8 @@ class FaultPolicy:
     def has_findings(self, record: StepRecord) -> bool:
         """Whether this rank's own slots and state show a fault. Collective: none. Host sync: many."""
         try:
+            if record.is_current:
+                self.context.look_at_last_outputs()
             return self.triage.has_findings(record)
         except RuntimeError as error:
             _say(logging.ERROR, f"slots cannot be read any more: {line_of(error)}")

@@ -40,6 +40,8 @@ class Phase(enum.StrEnum):
 
 KINDS = ("nan", "inf", "-inf")
 """Kinds of non-finite values, worst first."""
+RAISED = "on its own"
+"""Ends the cause of a fault that was noticed since code of the job raised on a rank."""
 INFINITE_KINDS = ("inf", "-inf")
 
 

@@ -44,7 +44,7 @@ from ddp_nanguard.replay.outcome import (
 from ddp_nanguard.replay.outcome_text import outcome_text
 from ddp_nanguard.replay.rebuild import Rebuilt, require_matching_parameters
 from ddp_nanguard.replay.recipe import Recipe
-from ddp_nanguard.replay.run_step import Run, StepResult, gathered, monitored
+from ddp_nanguard.replay.run_step import Run, StepResult, gathered, monitored, raised_text
 from ddp_nanguard.replay.session import is_compiled, what_needs_peers
 from ddp_nanguard.wrappers import Wrapper, wrapper_of
 
@@ -246,7 +246,8 @@ class Takeover:
             return None
         if self._alone and self._step.num_served == len(self._step.window) and self._raised_then():
             with contextlib.suppress(Exception):
-                self.monitor.check()
+                self._run.collector.on_raise(error, self.monitor.record())
+                self._run.notes.append(raised_text(self._dump, error))
                 self._finish()
         frame = next((f for f, _ in reversed(list(traceback.walk_tb(error.__traceback__))) if is_users_own(f)), None)
         where = f" in {frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
