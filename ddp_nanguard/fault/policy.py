@@ -152,7 +152,8 @@ class FaultPolicy:
     def _why_no_skip(self) -> str:
         max_skips = self.context.config.max_skips
         if self.num_skips >= max_skips:
-            return f"{self.num_skips} steps were skipped before this one: max_skips={max_skips}"
+            skipped = "1 step was" if self.num_skips == 1 else f"{self.num_skips} steps were"
+            return f"{skipped} skipped before this one: max_skips={max_skips}"
         return "not skipped: state is damaged, and skipping this step would not heal it"
 
     def _skip(self, report: FaultReport, judgement: Judgement, record: StepRecord) -> Decision:

@@ -153,6 +153,8 @@ class Steps:
     """
 
     def __init__(self, loader: Iterable[Any], events: StepEvents) -> None:
+        if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
+            raise ValueError(f"guard.steps({type(loader).__name__}): give the loader, which is iterated for batches")
         self._loader = loader
         self._events = events
 
@@ -396,5 +398,9 @@ def named_losses(losses: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
         elif isinstance(value, np.ndarray):
             yield name, torch.as_tensor(value)
         elif value is not None:
-            for index, tensor in enumerate(tensors_in(value)):
+            tensors = tensors_in(value)
+            if not tensors and (isinstance(value, (str, bytes)) or not hasattr(value, "__len__")):
+                what = f"guard.watch({name}={type(value).__name__})"
+                raise ValueError(f"{what} holds no loss; give a tensor, a number, or a dict of them")
+            for index, tensor in enumerate(tensors):
                 yield (name if index == 0 else f"{name}[{index}]"), tensor
