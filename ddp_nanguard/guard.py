@@ -62,6 +62,7 @@ class NanGuard:
         **options: Any,
     ) -> None:
         self._model: Callable[[], Any] = lambda: model  # a weak reference once the guard is closed
+        self._built_in = _handled()  # a job may train on from where it handles an exception
         # - the end: of the guard, or of a rank that raises on its own
         self._is_left = False
         self._exit: SingleRankExit | None = None
@@ -181,7 +182,7 @@ class NanGuard:
         Collective: one verdict; every rank must call it.
         """
         try:
-            if self._monitor.is_watching and not _is_raising():
+            if self._monitor.is_watching and _handled() in (_NONE, self._built_in):
                 self._monitor.judge_open()
         finally:
             self._detach()
@@ -250,8 +251,12 @@ def _nothing() -> None:
     return None
 
 
-def _is_raising() -> bool:
-    return sys.exc_info()[0] is not None
+_NONE = id(None)
+
+
+def _handled() -> int:
+    """Which exception is on its way, or is being handled; `_NONE` without one."""
+    return id(sys.exc_info()[1])
 
 
 class _Keeper:

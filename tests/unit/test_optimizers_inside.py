@@ -188,6 +188,21 @@ def test_a_close_on_the_way_of_an_exception_judges_nothing() -> None:
         train()
 
 
+def test_a_job_that_trains_where_it_handles_an_exception_is_judged_at_the_end() -> None:
+    net = _net()
+
+    def train() -> None:
+        try:
+            raise KeyError("of the job")
+        except KeyError:
+            guard = NanGuard(net, _sgd(net), dump_dir=None)
+            (guard(torch.ones(3, 2)).mean() * NAN).backward()
+            guard.close()
+
+    with pytest.raises(NonFiniteError):
+        train()
+
+
 NO_OPTIMIZER: dict[str, Callable[[nn.Module], Any]] = {
     "scheduler": lambda net: torch.optim.lr_scheduler.StepLR(_sgd(net), 1),
     "proxy of nothing": lambda net: Proxy(object()),  # type: ignore[arg-type]
