@@ -202,9 +202,10 @@ class GuardContext:
         """
         if self.forward.watched.layers or self.sees_output_outside:
             return
-        found = [tensor for tensor in (each() for each in self.outputs) if tensor is not None and kind_in(tensor)]
+        present = [tensor for tensor in (each() for each in self.outputs) if tensor is not None]
         self.outputs = []
-        self.forward.probe_root_output(tuple(found))
+        if any(kind_in(tensor) for tensor in present):
+            self.forward.probe_root_output(tuple(present))  # all of them, in the order in which a replay meets them
 
     # -- compiled code -----------------------------------------------------------------------------------------------
 

@@ -21,12 +21,12 @@ class Net(nn.Linear):
         nn.init.constant_(self.weight, 1.0)
         nn.init.constant_(self.bias, 5.0)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).log()
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return 2 * x * self.bias, super().forward(x).log()
 
 
 def step(model: nn.Module, batch: Tensor) -> Tensor:
-    out = model(batch)
+    _, out = model(batch)
     if not bool(out.isfinite().all()):
         raise ValueError("matrix contains invalid numeric entries")
     return out.mean()
