@@ -6,7 +6,7 @@ about a fault), `probes` (what is looked at, and where it is left), `distributed
 """
 
 from .config import GuardConfig, is_replay
-from .errors import DumpError, NonFiniteError
+from .errors import DumpError, NonFiniteError, OutOfStepError
 from .guard import NanGuard
 from .replay.recipe import Recipe
 from .report.types import FaultReport, Phase, Site
@@ -19,6 +19,7 @@ __all__ = [
     "GuardConfig",
     "NanGuard",
     "NonFiniteError",
+    "OutOfStepError",
     "Phase",
     "Recipe",
     "Site",

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .capture.record import PreviousStep
 from .capture.window import AccumulationWindow
+from .config import is_switched_off
 from .context import GuardContext, guarded
 from .distributed.group import RankGroup
 from .inject.injector import environment_option, spec_from_environment
@@ -60,12 +61,15 @@ def build_context(
     args: ValidatedArgs | None = None
     problem: str | None = None
     given_group: Any = group
+    is_off = is_switched_off(options)
+    if is_off and (given_group is dist.GroupMember.NON_GROUP_MEMBER or not isinstance(group, dist.ProcessGroup | None)):
+        group, given_group, answers_alone = None, None, True
     if given_group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("option group: this rank is not in it; build the guard only on its ranks")
     if group is not None and not isinstance(group, dist.ProcessGroup):
         problem = f"option group={group!r} is a {type(group).__name__}; give a torch.distributed process group"
         group = None
-    if not answers_alone:
+    if not answers_alone and not is_off:
         require_fitting_group(group, model)
     # from here on a problem is held back until all ranks know of it: raised at once, it would leave the others waiting
     try:

@@ -18,6 +18,8 @@ from typing import Any, Literal, get_args, get_origin
 
 from .report.types import WATCHABLE
 
+MAX_HISTORY = 100_000
+"""Steps whose slots may be kept on the device."""
 ENV_PREFIX = "NANGUARD_"
 
 
@@ -127,11 +129,16 @@ class GuardConfig:
         for field in dataclasses.fields(self):
             _check_type(field.name, getattr(self, field.name), _annotation(type(self), field.name))
         phases = [str(phase) for phase in WATCHABLE]
+        if not self.watch:
+            raise ValueError(f"option watch=() looks at nothing; give some of {', '.join(phases)}, or enabled=False")
+        if self.dump_dir is not None and (not self.dump_dir or "\0" in self.dump_dir):
+            raise ValueError(f"option dump_dir={self.dump_dir!r} names no directory; give a path, or None for no dumps")
         for phase in self.watch:
             if phase not in phases:
                 raise ValueError(f"option watch={phase!r} is no phase; valid: {', '.join(phases)}")
         for name in ("max_skips", "dump_keep", "first_step"):
             _require(name, getattr(self, name), getattr(self, name) >= 0, "a number of at least 0")
+        _require("history", self.history, self.history <= MAX_HISTORY, f"a number of steps up to {MAX_HISTORY}")
         _require("first_step", self.first_step, self.first_step < 2**62, "a number below 2**62")
         for name in ("history", "state_every", "max_consecutive_overflows"):
             _require(name, getattr(self, name), getattr(self, name) >= 1, "a number of at least 1")
@@ -276,3 +283,14 @@ def _parse_as(text: str, annotation: Any) -> Any:
     if annotation is bool:
         return {"1": True, "true": True, "0": False, "false": False}[text.lower()]
     return annotation(text)
+
+
+def is_switched_off(options: Mapping[str, Any]) -> bool:
+    """Whether ``enabled`` is False, whatever else is given; where it is no boolean, that is told as of any option."""
+    text = _environment().get(f"{ENV_PREFIX}ENABLED")
+    if text is None:
+        return options.get("enabled", True) is False
+    try:
+        return _parse(f"{ENV_PREFIX}ENABLED", text, _annotation(GuardConfig, "enabled")) is False
+    except ValueError:
+        return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from .capture.record import PreviousStep, StepRecord
 from .capture.window import AccumulationWindow
 from .config import GuardConfig
 from .distributed.group import RankGroup
+from .errors import Undone
 from .inject.spec import InjectionSpec
 from .probes.backward import BackwardProbe
 from .probes.calls import ModuleCall
@@ -22,9 +23,10 @@ from .probes.clipping import clip_and_look, clip_grad_norm_
 from .probes.forward import ForwardProbe
 from .probes.gradient import GradientProbe
 from .probes.slots import SlotBuffer
-from .probes.sources import KnownNonFinite
+from .probes.sources import STATE_SLOT, KnownNonFinite
 from .probes.state import StateProbe
-from .report.types import Phase
+from .report.types import INFINITE_KINDS, KINDS, Phase
+from .tensors.minmax import kind_in
 from .wrappers import GradientWatch, Wrapper, compiled_modules
 from .wrappers.grad_scaler import WatchedScaler
 
@@ -49,13 +51,17 @@ class GuardContext:
         named_buffers: gives clean name and buffer of the model; called each time, since buffers can be replaced.
         registered: further objects by name, see `NanGuard.register`.
         known_nonfinite: what the dump of a replay says was non-finite in clean steps; in training the ring of clean
-            steps tells it, and this is empty.
+            steps tells it, and this holds only the state that is so on purpose, see [Note: legal infinities].
+        is_replay: whether the dump tells what is legal: nothing else is, see [Note: legal infinities].
+        outputs: what the model returned last, for a rank that raises before any loss.
+        legal_text: names of the latter for reports, the same on all ranks.
         injection: the fault that the environment injects into this job; None in all others.
         is_second_look: whether it belongs to a second look, on a model that has a guard.
         num_looks: runs of second looks so far, the same on all ranks.
         paused: a context in which the monitor of this guard follows nothing, set by that.
         compiled: names of modules inside compiled code, and of modules whose own call is compiled.
         has_hooks: whether the hooks of the forward are on the modules.
+        undone: what the fault path could not do on this rank.
     """
 
     # - Given by the user, and what follows from it
@@ -88,12 +94,16 @@ class GuardContext:
     # - What changes in the life of the guard
     registered: dict[str, Any] = field(default_factory=dict)
     known_nonfinite: frozenset[KnownNonFinite] = frozenset()
+    is_replay: bool = False
+    outputs: list[weakref.ref[Tensor]] = field(default_factory=list)
+    legal_text: str = ""
     injection: InjectionSpec | None = None
     is_second_look: bool = False
     num_looks: int = 0
     paused: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     compiled: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
     has_hooks: bool = False
+    undone: Undone = field(default_factory=Undone)
 
     def record(self, step: int) -> StepRecord:
         """The record of the step that is running. It refers to the open window and slots and copies nothing.
@@ -103,7 +113,9 @@ class GuardContext:
 
         Host sync: none.
         """
-        numbers = list(self.state.hyper_parameters())
+        none: list[tuple[str, float | Tensor]] = []
+        what = "hyper-parameters were not read"
+        numbers = self.undone.attempt(what, lambda: list(self.state.hyper_parameters()), none)
         return StepRecord(step, self.window, self.forward.calls, self.slots, numbers, self.scaler)
 
     def keep_clean_step(self, step: int) -> None:
@@ -125,6 +137,28 @@ class GuardContext:
     def is_ignored(self, name: str) -> bool:
         """Whether an ``ignore`` pattern covers a layer or a parameter."""
         return self.config.is_ignored(name)
+
+    def is_legal(self, name: str, kind: str) -> bool:
+        """Whether a state holds that kind of value on purpose."""
+        return (self.owner_of(name), f"{STATE_SLOT}{name}", kind) in self.known_nonfinite
+
+    def allow(self, legal: Mapping[str, str]) -> None:
+        """From now on this state may hold what it holds.
+
+        Args:
+            legal: name and kind: with NaN infinities are allowed too, with an infinity that of the other sign.
+        """
+        kinds = {name: KINDS if kind == "nan" else INFINITE_KINDS for name, kind in legal.items()}
+        known = {(self.owner_of(name), f"{STATE_SLOT}{name}", kind) for name in legal for kind in kinds[name]}
+        self.known_nonfinite |= known
+        self.follow_known()
+
+    def follow_known(self) -> None:
+        """Have the probe of state look at what is known to be non-finite accordingly."""
+        known = [(slot, kind) for _, slot, kind in self.known_nonfinite if slot.startswith(STATE_SLOT)]
+        slots_with_nan = {slot for slot, kind in known if kind == "nan"}
+        if known:
+            self.state.allow({slot.removeprefix(STATE_SLOT): slot in slots_with_nan for slot, _ in known})
 
     def owner_of(self, name: str) -> str:
         """The layer of a parameter, buffer or optimizer state: the longest module name that ``name`` begins with."""
@@ -160,6 +194,18 @@ class GuardContext:
         if self.forward.watched.layers:
             return self.root_is_traced
         return self.scaler is not None and not self.config.watched.isdisjoint((Phase.FORWARD, Phase.BACKWARD))
+
+    def look_at_last_outputs(self) -> None:
+        """Look at what the model returned last, where no probe has: only the fault path of a rank that raises does.
+
+        Host sync: as `kind_in`, for each of the tensors that are still there.
+        """
+        if self.forward.watched.layers or self.sees_output_outside:
+            return
+        present = [tensor for tensor in (each() for each in self.outputs) if tensor is not None]
+        self.outputs = []
+        if any(kind_in(tensor) for tensor in present):
+            self.forward.probe_root_output(tuple(present))  # all of them, in the order in which a replay meets them
 
     # -- compiled code -----------------------------------------------------------------------------------------------
 

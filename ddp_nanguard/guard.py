@@ -6,6 +6,7 @@ that ends on its own).
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -61,6 +62,7 @@ class NanGuard:
         **options: Any,
     ) -> None:
         self._model: Callable[[], Any] = lambda: model  # a weak reference once the guard is closed
+        self._built_in = _handled()  # a job may train on from where it handles an exception
         # - the end: of the guard, or of a rank that raises on its own
         self._is_left = False
         self._exit: SingleRankExit | None = None
@@ -173,10 +175,15 @@ class NanGuard:
         self._context.register(things)
 
     def close(self) -> None:
-        """Judge the last update, then leave the model as it was. Collective: one verdict; every rank must call it."""
+        """Judge the last update and what else is open, then leave the model as it was.
+
+        Called while an exception is on its way, as in ``finally``, it judges nothing: peers may not get there.
+
+        Collective: one verdict; every rank must call it.
+        """
         try:
-            if self._monitor.is_watching and self._monitor.has_unjudged_update:
-                self._monitor.check()
+            if self._monitor.is_watching and _handled() in (_NONE, self._built_in):
+                self._monitor.judge_open()
         finally:
             self._detach()
 
@@ -206,7 +213,8 @@ class NanGuard:
     def _only_count(self) -> None:
         """``enabled=False``: nothing is looked at, but a loop may end by ``guard.step``."""
         self._monitor.close()
-        self._handles.append(self._context.optimizers[0].register_step_post_hook(CountHook(self._monitor)))
+        for optimizer in self._context.optimizers[:1]:
+            self._handles.append(optimizer.register_step_post_hook(CountHook(self._monitor)))
         warn_of_disabled()
 
     def _unhook(self) -> None:
@@ -228,7 +236,8 @@ class NanGuard:
             unwatch_exit(self)
         self._context.close()
         # who keeps the guard must not keep DDP alive past its process group: the interpreter's shutdown may then hang
-        self._model = weakref.ref(self._model())
+        model = self._model()
+        self._model = weakref.ref(model) if isinstance(model, nn.Module) else _nothing
         self._monitor.release()
         self.__dict__.pop("_policy", None)
         del self._exit, self._takeover, self._context
@@ -236,6 +245,18 @@ class NanGuard:
     def on_uncaught_exception(self, error: BaseException) -> int | None:
         """For `distributed.exit`, not for users: see `SingleRankExit.on_uncaught_exception`."""
         return None if self._is_left or self._exit is None else self._exit.on_uncaught_exception(error)
+
+
+def _nothing() -> None:
+    return None
+
+
+_NONE = id(None)
+
+
+def _handled() -> int:
+    """Which exception is on its way, or is being handled; `_NONE` without one."""
+    return id(sys.exc_info()[1])
 
 
 class _Keeper:

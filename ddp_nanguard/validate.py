@@ -8,15 +8,16 @@ import os
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
-from .config import GuardConfig
+from .config import GuardConfig, is_switched_off
 from .context import guarded
+from .hooks.optimizers import optimizers_in
 from .wrappers import Wrapper, wrapper_of
 from .wrappers.grad_scaler import require_fitting_scaler
 
@@ -59,6 +60,8 @@ def validate_args(
     Raises:
         ValueError: names the option, the value and the remedy.
     """
+    if is_switched_off(options):
+        return _switched_off(model, optimizer)
     config = GuardConfig.from_code_and_environment(options)
     wrapper = wrapper_of(model)
     _require_eager_autograd(wrapper)
@@ -70,8 +73,21 @@ def validate_args(
     for each in optimizers:
         _require_fitting_optimizer(each, wrapper)
         _require_deferrable(config, each, wrapper)
-    fitting = require_fitting_scaler(scaler, wrapper) if config.enabled else None
+    fitting = require_fitting_scaler(scaler, wrapper)
     return ValidatedArgs(config, wrapper, optimizers, fitting, _recipe_directory(replay))
+
+
+def _switched_off(model: object, optimizer: object) -> ValidatedArgs:
+    """``enabled=False`` takes whatever is given: steps are counted by what is an optimizer, and that is all."""
+    try:
+        wrapper = wrapper_of(cast(nn.Module, model))
+    except Exception:
+        wrapper = wrapper_of(nn.Identity())
+    try:
+        optimizers = _as_list(optimizer)
+    except Exception:
+        optimizers = []
+    return ValidatedArgs(GuardConfig(enabled=False), wrapper, optimizers, None, None)
 
 
 def _require_deferrable(config: GuardConfig, optimizer: torch.optim.Optimizer, wrapper: Wrapper) -> None:
@@ -146,21 +162,29 @@ def _ranks_of(model: nn.Module) -> list[int] | None:
 
 
 def _as_list(optimizer: object) -> list[torch.optim.Optimizer]:
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return [optimizer]
-    if not isinstance(optimizer, Iterable):
-        raise ValueError(f"optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer, or several of them")
-    optimizers = list(optimizer)
-    if not optimizers or len({id(each) for each in optimizers}) < len(optimizers):
-        found = "empty" if not optimizers else "one optimizer twice"
+    given = [optimizer] if _is_one(optimizer) else list(cast(Iterable[object], optimizer))
+    if not given or len({id(each) for each in given}) < len(given):
+        found = "empty" if not given else "one optimizer twice"
         raise ValueError(f"optimizer is {found}; give each optimizer that steps the model once")
-    return optimizers
+    optimizers = [found for each in given for found in _followed(each)]
+    return list({id(each): each for each in optimizers}.values())
 
 
-def _require_fitting_optimizer(optimizer: object, wrapper: Wrapper) -> None:
+def _is_one(optimizer: object) -> bool:
+    return bool(optimizers_in(optimizer)) or not isinstance(optimizer, Iterable)
+
+
+def _followed(optimizer: object) -> list[torch.optim.Optimizer]:
+    found = optimizers_in(optimizer)
+    if not found:
+        name, what = type(optimizer).__name__, "give a torch.optim.Optimizer, or several of them"
+        wraps = " that wraps none" if isinstance(optimizer, torch.optim.Optimizer) else ""
+        raise ValueError(f"optimizer is a {name}{wraps}; {what}")
+    return found
+
+
+def _require_fitting_optimizer(optimizer: torch.optim.Optimizer, wrapper: Wrapper) -> None:
     name = type(optimizer).__name__
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(f"optimizer is a {name}; give a torch.optim.Optimizer, or several of them")
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(

@@ -21,11 +21,11 @@ from ddp_nanguard.probes.sources import KnownNonFinite, LossSource
 from ddp_nanguard.probes.state import StateSource, is_bad_number
 from ddp_nanguard.report.types import Phase
 from ddp_nanguard.tensors.containers import named_tensors_in, path_text
-from ddp_nanguard.tensors.minmax import evidence, kind_in, kind_of
+from ddp_nanguard.tensors.minmax import evidence, extremes, kind_in, kind_of
 
 from . import BlameInput, NonFiniteState, NonFiniteTensor, RankedSite, known_nonfinite
 from .backward import changed_gradients
-from .confirm import confirm
+from .confirm import Confirmed, confirm
 
 
 @dataclass
@@ -74,7 +74,9 @@ def rescan(context: GuardContext, record: StepRecord) -> RankFindings:
     # a backward that raised has left pending gradients behind, which no callback of the engine flushes any more
     context.gradient.flush_pending()
     recorded = record.slots.slot_stats()
-    confirmed = confirm(context, record, recorded)
+    # from here on everything is read from objects of the job, in which the step may have left anything
+    attempt, unconfirmed = context.undone.attempt, Confirmed(list(recorded), False, set())
+    confirmed = attempt("norms were not confirmed", lambda: confirm(context, record, recorded), unconfirmed)
     slot_stats, undecided = confirmed.slot_stats, confirmed.undecided
     bad = [stats for stats in slot_stats if isinstance(stats.source, GradientSource) and not is_clean(stats)]
     return RankFindings(
@@ -82,7 +84,7 @@ def rescan(context: GuardContext, record: StepRecord) -> RankFindings:
         slot_stats=slot_stats,
         nonfinite_state=_nonfinite_state(context, record.window, slot_stats),
         hyper_parameters=_bad_hyper_parameters(record),
-        gradients_bad_now=any(kind_in(gradient) for _, gradient in _gradients(context, record)),
+        gradients_bad_now=attempt("gradients were not read again", lambda: _has_bad_gradients(context, record), True),
         gradients_bad_seen=any(stats.order not in undecided for stats in bad),
         loss_bad=any(isinstance(stats.source, LossSource) and not is_clean(stats) for stats in slot_stats),
         norms_overflowed=confirmed.overflowed or bool(undecided),
@@ -92,20 +94,32 @@ def rescan(context: GuardContext, record: StepRecord) -> RankFindings:
 # -- rescans ---------------------------------------------------------------------------------------------------------
 
 
+def _has_bad_gradients(context: GuardContext, record: StepRecord) -> bool:
+    return any(kind_in(gradient) for _, gradient in _gradients(context, record))
+
+
 def _nonfinite_state(context: GuardContext, window: AccumulationWindow, slot_stats: list[SlotStats]) -> NonFiniteState:
-    found = NonFiniteState()
+    found, attempt = NonFiniteState(), context.undone.attempt
+    attempt("weights were not read again", lambda: _add_parameters(context, found, slot_stats), None)
+    attempt("optimizer state was not read again", lambda: _add_optimizer_state(context, found, slot_stats), None)
+    attempt("buffers were not read again", lambda: _add_buffers(context, window, found), None)
+    return found
+
+
+def _add_parameters(context: GuardContext, found: NonFiniteState, slot_stats: list[SlotStats]) -> None:
     updated, clean = _looked_at(slot_stats)
     for holder, name, tensor in named_parameter_tensors(context):
         if not context.is_ignored(name):
             when = found.by_update if holder in updated else (found.since if holder in clean else found.before)
-            when.extend(_if_nonfinite(name, tensor))
+            when.extend(_if_nonfinite(context, name, tensor))
+
+
+def _add_optimizer_state(context: GuardContext, found: NonFiniteState, slot_stats: list[SlotStats]) -> None:
+    updated, clean = _looked_at(slot_stats)
     for name, tensor in optimizer_tensors(context):
         if not context.is_ignored(name):
             when = found.by_update if updated else (found.since if name in clean else found.before)
-            when.extend(_if_nonfinite(name, tensor))
-    before, found.buffers = _nonfinite_buffers(context, window)
-    found.before += before
-    return found
+            when.extend(_if_nonfinite(context, name, tensor))
 
 
 def _looked_at(slot_stats: list[SlotStats]) -> tuple[set[str], set[str]]:
@@ -142,11 +156,7 @@ def optimizer_tensors(context: GuardContext) -> Iterator[tuple[str, Tensor]]:
         yield name, context.wrapper.local(tensor)
 
 
-def _nonfinite_buffers(
-    context: GuardContext, window: AccumulationWindow
-) -> tuple[list[NonFiniteTensor], list[NonFiniteTensor]]:
-    before: list[NonFiniteTensor] = []
-    written: list[NonFiniteTensor] = []
+def _add_buffers(context: GuardContext, window: AccumulationWindow, found: NonFiniteState) -> None:
     copies = window.buffers()
     for name, buffer in context.state.buffers():
         if context.is_ignored(name):
@@ -154,21 +164,25 @@ def _nonfinite_buffers(
         # without a copy from before the window nothing shows that the forwards did it
         copied = copies.get(name)
         was_bad = copied is None or kind_in(copied, allow_negative_inf=True) is not None
-        (before if was_bad else written).extend(_if_nonfinite(name, buffer, allow_negative_inf=True))
-    return before, written
+        when = found.before if was_bad else found.buffers
+        when.extend(_if_nonfinite(context, name, buffer, allow_negative_inf=True))
 
 
-def _if_nonfinite(name: str, tensor: Tensor, allow_negative_inf: bool = False) -> list[NonFiniteTensor]:
+def _if_nonfinite(
+    context: GuardContext, name: str, tensor: Tensor, allow_negative_inf: bool = False
+) -> list[NonFiniteTensor]:
     kind = kind_in(tensor, allow_negative_inf)
-    return [] if kind is None else [NonFiniteTensor(name, kind, evidence(tensor))]
+    if kind is None or context.is_legal(name, kind):
+        return []
+    return [NonFiniteTensor(name, kind, evidence(tensor))]
 
 
 def _bad_hyper_parameters(record: StepRecord) -> list[NonFiniteTensor]:
     found: list[NonFiniteTensor] = []
     for name, value in record.hyper_parameters:
-        number = float(value)
-        if is_bad_number(name, number):
-            kind = kind_of(number, number)
+        low, high = (extremes(value) or (0.0, 0.0)) if isinstance(value, Tensor) else (value, value)
+        if is_bad_number(name, low) or is_bad_number(name, high):
+            kind = kind_of(low, high)
             assert kind is not None
             found.append(NonFiniteTensor(name, kind, None))
     return found
@@ -225,14 +239,18 @@ def _batch_findings(micro_batches: list[MicroBatch]) -> list[NonFiniteTensor]:
     return found
 
 
+def _batches(context: GuardContext, micro_batches: list[MicroBatch]) -> list[NonFiniteTensor]:
+    return _batch_findings(micro_batches) if Phase.INPUT in context.config.watched else []
+
+
 def blame_input(context: GuardContext, record: StepRecord, findings: RankFindings) -> BlameInput:
     """Collect everything that the sites of this rank are read from, the slots of earlier clean steps included.
 
     Host sync: one per page of slots and clean step in the ring, and one per batch tensor. No collective.
     """
     # items that the step has changed in place must be known before batches are searched: theirs is not the loader's NaN
-    record.window.record_modified()
-    micro_batches = record.window.micro_batches
+    context.undone.attempt("changed batches were not looked for", record.window.record_modified, None)
+    micro_batches, attempt = record.window.micro_batches, context.undone.attempt
     known = [context.known_nonfinite, *(known_nonfinite(past.slot_stats()) for past in context.slots.past())]
     return BlameInput(
         rank=context.ranks.rank,
@@ -242,10 +260,16 @@ def blame_input(context: GuardContext, record: StepRecord, findings: RankFinding
         sharers_of=context.sharers_of,
         is_ignored=context.is_ignored,
         losses={(m.index, name): loss for m in micro_batches for name, loss in m.losses.items()},
-        batch=_batch_findings(micro_batches) if Phase.INPUT in context.config.watched else [],
+        batch=attempt("batches were not read again", lambda: _batches(context, micro_batches), []),
         nonfinite_state=findings.nonfinite_state,
-        reduced=_reduced_findings(context, record, findings.slot_stats),
-        changed=_changed_findings(context, record, findings.slot_stats),
+        reduced=attempt(
+            "reduced gradients were not read again", lambda: _reduced_findings(context, record, findings.slot_stats), []
+        ),
+        changed=attempt(
+            "gradients that the loop changed were not read again",
+            lambda: _changed_findings(context, record, findings.slot_stats),
+            [],
+        ),
         hyper_parameters=findings.hyper_parameters,
         known_nonfinite=frozenset().union(*known),
     )

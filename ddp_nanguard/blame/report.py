@@ -8,12 +8,14 @@ from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.config import ENV_INJECT
 from ddp_nanguard.context import GuardContext
 from ddp_nanguard.probes.coverage import unchecked
+from ddp_nanguard.probes.sources import KnownNonFinite
 from ddp_nanguard.report.audit import contradictions, settled
 from ddp_nanguard.report.types import FaultReport, Phase, Site
 
 from . import local_sites
 from .exchange import RankFault, exchange_sites
 from .inspect import RankFindings, blame_input
+from .view import RankedSite
 
 
 def report_of(
@@ -44,8 +46,17 @@ def fill_sites(context: GuardContext, record: StepRecord, findings: RankFindings
         record: of the step.
         findings: what this rank found; its sites are filled in.
     """
+    nothing: tuple[list[RankedSite], frozenset[KnownNonFinite]] = [], frozenset()
+    what = "the sites of this rank were not found"
+    found = context.undone.attempt(what, lambda: _sites_and_known(context, record, findings), nothing)
+    findings.sites, findings.known_nonfinite = found
+
+
+def _sites_and_known(
+    context: GuardContext, record: StepRecord, findings: RankFindings
+) -> tuple[list[RankedSite], frozenset[KnownNonFinite]]:
     blame = blame_input(context, record, findings)
-    findings.sites, findings.known_nonfinite = local_sites(blame), blame.known_nonfinite
+    return local_sites(blame), blame.known_nonfinite
 
 
 def shared_report(
@@ -86,13 +97,18 @@ def _rank_fault(context: GuardContext, record: StepRecord, findings: RankFinding
 def not_checked(context: GuardContext, record: StepRecord, findings: RankFindings) -> list[str]:
     """What this rank did not look at in a step, one phrase each; see `probes.coverage.unchecked`."""
     calls = record.calls if record.window.micro_batches else None
-    return unchecked(context.config, context.forward, calls, findings.slot_stats)
+    what = "what was not looked at is not known"
+    return context.undone.attempt(
+        what, lambda: unchecked(context.config, context.forward, calls, findings.slot_stats), []
+    )
 
 
 def _notes(context: GuardContext) -> tuple[str, ...]:
     notes = []
     if context.injection is not None:
         notes.append(f"{ENV_INJECT} plants a fault in this job: {context.injection}")
+    if context.legal_text:
+        notes.append(f"non-finite before anything went wrong, which is no fault by itself: {context.legal_text}")
     if context.ranks.peers_lost:
         notes.append(f"peers were not asked or did not answer: this is rank {context.ranks.rank}'s own view")
     return tuple(notes)

@@ -22,9 +22,11 @@ from ddp_nanguard.probes.severity import NORM_OVERFLOWS_AT, Severity
 from ddp_nanguard.probes.slots import SlotRole, SlotStats, is_clean
 from ddp_nanguard.report.messages import log_line
 from ddp_nanguard.report.types import FaultReport
+from ddp_nanguard.report.wording import listed
 
 from . import local_sites
 from .inspect import RankFindings, blame_input, rescan
+from .legal import is_bad_state, legal_state
 from .report import report_of
 
 HARMLESS = "every gradient is finite, the weights are in no danger (on_loss='warn' lets such steps pass)"
@@ -36,6 +38,8 @@ OVERFLOWED = (
     "gradients or weights are so large (beyond 1e19) that their norm overflows, although every element is finite: the "
     "step goes on; clipping by norm would make all gradients zero (said once)"
 )
+MAX_LEGAL = 4
+"""Names of state that are told as non-finite on purpose."""
 OVERFLOWS_TOLD = 3
 """Overflows after the first clean step that are logged one by one; from then on every hundredth is."""
 
@@ -150,7 +154,7 @@ class Triage:
         Returns:
             With findings and report; with a decision instead where it is no fault, see [Note: confirmed].
 
-        Collective: one all-reduce of 48 bytes, and the fault round, on the fault group. Host sync: many.
+        Collective: one all-reduce of 64 bytes, and the fault round, on the fault group. Host sync: many.
         """
         findings = rescan(self._context, record)
         severity, cause, warnings = judgement.severity, judgement.cause, judgement.warnings
@@ -211,11 +215,18 @@ class Triage:
         context = self._context
         if not record.is_current:
             return severity, (), False  # its gradients are gone, its update has been withheld
-        other = bool(findings.nonfinite_state.names() or findings.hyper_parameters)
+        none: dict[str, str] = {}
+        legal = context.undone.attempt("state was taken for bad", lambda: legal_state(context, record, findings), none)
+        other = bool(findings.nonfinite_state.names() or findings.hyper_parameters) and not legal
+        unexplained = not legal and any(map(is_bad_state, findings.slot_stats))
+        # with a scaler gradients may overflow beside it, but not the output that they come from
+        unexplained = unexplained or (context.scaler is not None and _has_bad_output(findings))
         # a scaler that was not passed to the guard has set found_inf, and the device is going to skip the update
         foreign_skip = any(getattr(optimizer, "found_inf", None) is not None for optimizer in context.optimizers)
         # all ranks must come to the same decision, though only one of them may have seen the gradient
-        other, seen, now, loss, foreign_skip, overflowed = context.ranks.any_of(
+        any_legal, unexplained, other, seen, now, loss, foreign_skip, overflowed = context.ranks.any_of(
+            bool(legal),
+            unexplained,
             other,
             findings.gradients_bad_seen,
             findings.gradients_bad_now,
@@ -223,6 +234,11 @@ class Triage:
             foreign_skip,
             findings.norms_overflowed,
         )
+        in_gradients = (seen or now) and context.scaler is None
+        if any_legal and not (unexplained or other or loss or in_gradients):
+            return Severity.CLEAN, self._allowed(legal), False
+        if any_legal and not (unexplained or other):
+            self._set_aside(legal, findings)
         if overflowed and not (other or seen or now):
             on_loss = Severity.LOSS if context.scaler is None else Severity.FAULT
             return on_loss if loss else Severity.CLEAN, self._once(OVERFLOWED, OVERFLOWED), False
@@ -234,6 +250,28 @@ class Triage:
             "skips the update), so the step goes on; if that is a GradScaler, pass scaler= (said once)"
         )
         return Severity.LOSS if loss else Severity.CLEAN, self._once(text, text), True
+
+    def _set_aside(self, legal: dict[str, str], findings: RankFindings) -> None:
+        """What else is bad decides, and not infinities that nobody trains. Collective: as `_allowed`."""
+        trained = {name for name, parameter in self._context.state.parameters() if parameter.requires_grad}
+        infinite = {name: kind for name, kind in legal.items() if kind != "nan" and name not in trained}
+        self._allowed(infinite)
+        before = findings.nonfinite_state.before
+        findings.nonfinite_state.before = [bad_tensor for bad_tensor in before if bad_tensor.name not in infinite]
+
+    def _allowed(self, legal: dict[str, str]) -> tuple[str, ...]:
+        """Take state for non-finite on purpose from now on; the warning. Collective: `RankGroup.first_problem`."""
+        context = self._context
+        context.allow(legal)
+        mine = listed(legal, MAX_LEGAL) if legal else None
+        text = context.ranks.ask(lambda ranks: ranks.first_problem(mine)) or ""
+        context.legal_text = "; ".join(filter(None, (context.legal_text, text)))
+        quiet = f"ignore={list(legal)[:MAX_LEGAL]!r} says so beforehand"
+        told = (
+            "non-finite from the beginning, or filled with infinities by the loop, but in no loss and no gradient: "
+            f"{text}; taken for so on purpose"
+        )
+        return (f"{told} ({quiet}; said once)",) if context.ranks.index == 0 else ()
 
     # -- warnings ----------------------------------------------------------------------------------------------------
 
@@ -250,6 +288,10 @@ class Triage:
             return ()
         self._said.add(key)
         return (text,)
+
+
+def _has_bad_output(findings: RankFindings) -> bool:
+    return any(stats.role is SlotRole.OUTPUT and not is_clean(stats) for stats in findings.slot_stats)
 
 
 def _warning_for(stats: SlotStats, norm_limit: float | None) -> str | None:

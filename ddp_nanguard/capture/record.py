@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ddp_nanguard.errors import Undone
 from ddp_nanguard.probes.calls import ModuleCall
 from ddp_nanguard.probes.slots import SlotStats
+from ddp_nanguard.tensors.written import write_back
 from ddp_nanguard.wrappers.grad_scaler import ScalerState
 
 from .window import AccumulationWindow
@@ -107,10 +110,14 @@ class PreviousStep:
                 self.record.gradients[name] = (parameter, parameter.grad.detach().clone())
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Write weights, optimizer state and hyper-parameters from before the update back, in place."""
+    def restore(self, undone: Undone) -> None:
+        """Write weights, optimizer state and hyper-parameters from before the update back, in place.
+
+        Args:
+            undone: told of what could not be put back.
+        """
         for tensor, saved in self._tensors.values():
-            tensor.detach().copy_(saved)
+            undone.attempt("a weight was not put back", partial(write_back, tensor.detach(), saved), None)
         # a key that this update has created must go too, hence the clear
         for optimizer, state in self._state:
             optimizer.state.clear()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from ddp_nanguard.errors import Undone
 from ddp_nanguard.tensors.containers import copy_containers, named_tensors_in, path_text
 from ddp_nanguard.tensors.minmax import kind_in
+from ddp_nanguard.tensors.written import write_back
 
 from . import rng
 from .model_calls import ModelCalls
@@ -107,7 +110,7 @@ class AccumulationWindow:
 
         Host sync: none (``hold="host"`` copies without waiting).
         """
-        kept = copy_containers(batch, self._keep_tensor)
+        kept = _kept(batch, self._keep_tensor)
         micro_batch = MicroBatch(len(self.micro_batches), kept, rng.capture(self._device, self.generators))
         self.micro_batches.append(micro_batch)
         self._versions.append([(path, tensor, _version(tensor)) for path, tensor in named_tensors_in(kept)])
@@ -139,12 +142,20 @@ class AccumulationWindow:
         return self._buffers if self._has_buffers else {}
 
     @torch.no_grad()
-    def restore_buffers(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Write the copies from before the window into the model's buffers, in place."""
-        saved = self.buffers()
-        for name, buffer in named:
-            if name in saved:
-                buffer.copy_(saved[name])
+    def restore_buffers(self, named: Iterable[tuple[str, Tensor]], undone: Undone) -> None:
+        """Write the copies from before the window into the model's buffers, in place.
+
+        Args:
+            named: clean name and buffer, as they are now: the forward may have given one another shape, or removed it.
+            undone: told of those that could not be put back.
+        """
+        present = dict(named)
+        for name, saved in self.buffers().items():
+            what = f"buffer {name} was not put back"
+            if name in present:
+                undone.attempt(what, partial(write_back, present[name], saved), None)
+            else:
+                undone.add(f"{what}: the model has none of this name any more")
 
     @torch.no_grad()
     def repair_buffer_copies(self, earlier: AccumulationWindow) -> None:
@@ -160,7 +171,7 @@ class AccumulationWindow:
         for name, copied in self.buffers().items():
             before = earlier.buffers().get(name)
             if before is not None and kind_in(copied, allow_negative_inf=True) is not None:
-                copied.copy_(before)
+                write_back(copied, before)
 
     def record_modified(self) -> None:
         """Find out which batch tensors the step has changed in place, by their versions. Host sync: none."""
@@ -175,6 +186,16 @@ class AccumulationWindow:
         self.calls.clear()
         self._versions = []
         self._has_buffers = False
+
+
+def _kept(batch: Any, keep: Callable[[Tensor], Tensor]) -> Any:
+    """The batch with its containers copied; itself where their code, which is the job's, raises."""
+    try:
+        return copy_containers(batch, keep)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:
+        return batch
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -197,6 +218,8 @@ def _version(tensor: Tensor) -> int:
 
 
 def _can_change(buffer: Tensor) -> bool:
+    if buffer.layout is not torch.strided or buffer.is_nested:
+        return False  # no copy in one go with the others
     return buffer.is_floating_point() or buffer.is_complex() or buffer.numel() * buffer.element_size() <= SMALL_BYTES
 
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ddp_nanguard.dump.rank_records import InjectedFault
     from ddp_nanguard.dump.read import Dump
 
+PLANTED = "the fault was planted"
 MAX_SHOWN = 3000
 
 
@@ -124,8 +125,9 @@ def _drill(config: DrillConfig, phase: str, directory: Path) -> list[Check]:
     environment = _environment(directory, phase, text)
     ran = run_job(config.command, config.timeout_s, directory, environment)
     dump = _dump_in(directory / "nan_dumps")
-    rows = [_ended(ran, config), _was_planted(ran, dump, spec)]
-    if not any(row.holds is False for row in rows) or dump is not None:
+    lack = _nothing_to_plant(ran)
+    rows = [_ended(ran, config), _was_planted(ran, dump, spec)] if lack is None else [Check(PLANTED, None, lack)]
+    if lack is None and (dump is not None or not any(row.holds is False for row in rows)):
         rows += _about_stop(ran, dump)
         rows += _about_dump(dump, spec, config, environment)
     rows.append(Check("no process left", not ran.left, "; ".join(ran.left) or "none"))
@@ -166,8 +168,14 @@ def _ended(ran: JobResult, config: DrillConfig) -> Check:
     return Check("stopped", True, f"after {ran.seconds:.0f} s, code {ran.code}")
 
 
+def _nothing_to_plant(ran: JobResult) -> str | None:
+    """Why the fault has no place in this job, such as a batch of integers alone; None where it has one."""
+    refused = [said for said in ran.said if said.startswith("NOT planted") and "no floating tensor" in said]
+    return f"nothing to plant it in: {refused[0]}" if refused else None
+
+
 def _was_planted(ran: JobResult, dump: Path | None, spec: dict[str, Any]) -> Check:
-    name = "the fault was planted"
+    name = PLANTED
     if _injected(_opened(dump), spec["rank"]):
         return Check(name, True, f"by the guard on rank {spec['rank']}")
     done = [said for said in ran.said if said.startswith("planted")]

@@ -42,6 +42,8 @@ def _explained(options: argparse.Namespace) -> Diagnosis:
     from ddp_nanguard.dump.read import open_dump
     from ddp_nanguard.replay.session import open_session
 
+    if options.rank is not None:
+        open_dump(options.dump).evidence(options.rank)  # a rank that the dump has not is wrong usage
     if options.no_replay:
         return without_replay(open_dump(options.dump), None, "--no-replay")
     try:

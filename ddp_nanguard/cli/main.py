@@ -143,6 +143,8 @@ def run_list(options: argparse.Namespace) -> int:
     from .table import dump_table
 
     print(dump_table(list_dumps(options.directories)), end="")
+    for missing in (path for path in options.directories if not os.path.isdir(path)):
+        print(f"ddp-nanguard: {missing} does not exist", file=sys.stderr)
     return 0
 
 

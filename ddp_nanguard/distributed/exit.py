@@ -6,6 +6,7 @@ See `abort` for how a rank that raised on its own tells its peers.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import sys
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol
 
-from ddp_nanguard.errors import NonFiniteError
+from ddp_nanguard.errors import NonFiniteError, line_of
 from ddp_nanguard.hooks.frames import is_users_own
 
 _log = logging.getLogger(__name__)
@@ -72,14 +73,23 @@ def _ended(kind: type[BaseException], error: BaseException, traceback: Traceback
     previous(kind, error, traceback)
     if isinstance(error, Exception):
         _flush()
-        codes = [code for handler in list(_exit_handlers) if (code := handler.on_uncaught_exception(error)) is not None]
+        codes = [code for handler in list(_exit_handlers) if (code := _code_of(handler, error)) is not None]
         if codes:
             exit_process(codes[0])
 
 
+def _code_of(handler: ExitHandler, error: Exception) -> int | None:
+    try:
+        return handler.on_uncaught_exception(error)
+    except Exception as other:  # the job's own exception has been told, and ends it
+        _log.error("no part of a dump was written: %s", line_of(other))
+        return None
+
+
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with contextlib.suppress(Exception):  # of a job that has put a stream of its own there
+            stream.flush()
 
 
 def _users_frames(traceback: TracebackType | None) -> TracebackType | None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .fault_group import NO_KEY, FaultGroup, PeersLostError
-from .verdict import Verdict, packed
+from .verdict import Ballot, Verdict
 
 _T = TypeVar("_T")
 _CONSTRUCTION_TIMEOUT_S = 1800.0  # ranks load their models at different speed
@@ -85,21 +85,24 @@ class RankGroup:
 
     # -- the verdict: the one collective of a clean step -----------------------------------------------------------
 
-    def all_reduce_verdict(self, severity: Tensor, ran_backward: bool) -> Verdict:
+    def all_reduce_verdict(self, severity: Tensor, ran_backward: bool, step: int = 0, closes: bool = False) -> Verdict:
         """Largest severity over all ranks, and whether any of them has run a backward.
 
         Args:
             severity: int64, shape (), on any device.
             ran_backward: whether this rank has, since the last verdict.
+            step: its number; another one on another rank is noticed, see [Note: taken for nothing else].
+            closes: whether the guard is being closed, which all ranks do in the same step.
 
         Collective: one MAX all-reduce of 16 bytes over ``group``; every rank must call it. Host sync: none until the
         verdict is read.
         """
-        payload = packed(severity, ran_backward)
+        ballot = Ballot(ran_backward, step, closes, self.guard_number, self.rank)
+        payload = ballot.packed(severity)
         if self.connected:
             payload = payload.to(self.device)
             dist.all_reduce(payload, op=dist.ReduceOp.MAX, group=self.group)
-        return Verdict(payload)
+        return Verdict(payload, ballot)
 
     # -- the fault path: answered for this rank alone where peers are lost ---------------------------------------------
 

@@ -53,18 +53,33 @@ def list_dumps(roots: Paths) -> list[DumpSummary]:
 
     Checksums are not verified.
 
+    Args:
+        roots: dump_dirs, directories that hold some, or dumps themselves. One that is not there is left out.
+
     Raises:
-        DumpError: a root does not exist.
+        DumpError: none of the roots exists.
     """
     parts: dict[tuple[str, str], list[tuple[Path, Manifest | None]]] = {}
-    for root in as_paths(roots):
-        if not root.is_dir():
-            raise DumpError(f"{root} does not exist: nothing went bad there yet, or the run had another dump_dir")
-        for name, path in place.dumps_in(root):
+    given = as_paths(roots)
+    present = [root for root in given if root.is_dir()]
+    if not present:
+        names = ", ".join(map(str, given))
+        raise DumpError(f"{names} does not exist: nothing went bad there yet, or the run had another dump_dir")
+    for root in present:
+        for name, path in _dumps_at(root):
             manifest = _manifest_of(path)
             parts.setdefault((str(name), _identity(path, manifest)), []).append((path, manifest))
     summaries = [_summary([path for path, _ in of_one], of_one[0][1]) for of_one in parts.values()]
     return sorted(summaries, key=lambda summary: (summary.step, summary.created, summary.path))
+
+
+def _dumps_at(root: Path) -> list[tuple[DumpName, Path]]:
+    """The dumps in a dump_dir, else those in the dump_dirs in it; of a dump itself that one."""
+    name = DumpName.parse(root.resolve().name)
+    if name is not None:
+        return [(name, root)]
+    found = list(place.dumps_in(root))
+    return found or [each for inner in sorted(root.iterdir()) if inner.is_dir() for each in place.dumps_in(inner)]
 
 
 def _manifest_of(path: Path) -> Manifest | None:

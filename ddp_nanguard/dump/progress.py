@@ -38,7 +38,7 @@ class Progress:
         self._total_bytes = total_bytes
         default = None if "pytest" in sys.modules else sys.stderr
         self._stream = (stream if stream is not None else default) if speaks else None
-        self._is_terminal = self._stream is not None and not self._stream.closed and self._stream.isatty()
+        self._is_terminal = _is_terminal(self._stream)
         self._done_bytes = 0
         self._start_s = time.monotonic()
         self._next_s = self._start_s + SILENT_S
@@ -74,5 +74,12 @@ class Progress:
         try:
             self._stream.write(text)
             self._stream.flush()
-        except (OSError, ValueError):
+        except Exception:  # of a job that has put a stream of its own there
             self._stream = None  # a closed stderr must not end the fault path
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    try:
+        return stream is not None and not stream.closed and stream.isatty()
+    except Exception:  # of a job that has put a stream of its own there
+        return False

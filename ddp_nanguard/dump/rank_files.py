@@ -12,7 +12,7 @@ import torch
 
 from ddp_nanguard.capture.rng import RandomState
 from ddp_nanguard.capture.window import MicroBatch
-from ddp_nanguard.errors import DumpError
+from ddp_nanguard.errors import DumpError, line_of
 from ddp_nanguard.tensors.dtypes import dtype_name
 from ddp_nanguard.tensors.shards import TensorShard
 
@@ -94,9 +94,8 @@ def reason(error: BaseException) -> str:
             else "set dump_dir to a directory that can be written"
         )
         return f"{error.strerror} ({remedy})"
-    lines = str(error).splitlines()
-    text = next((line for line in lines if line.strip()), "")
-    return text if isinstance(error, DumpError) else f"{type(error).__name__}: {text}"
+    line = line_of(error)
+    return line.removeprefix(f"{type(error).__name__}: ") if isinstance(error, DumpError) else line
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -13,6 +13,7 @@ from ddp_nanguard.context import GuardContext
 from ddp_nanguard.distributed.abort import AbortSignal
 from ddp_nanguard.distributed.exit import exit_process
 from ddp_nanguard.report.messages import log_line
+from ddp_nanguard.report.types import RAISED
 
 from .policy import FaultPolicy
 
@@ -54,7 +55,7 @@ class SingleRankExit:
         is_told = not record.is_current or (self._abort is not None and self._abort.is_set())
         if not is_told and not self._policy.has_findings(record) and not self._hears_of_peer():
             return None
-        report = self._policy.dump_single_rank(record, f"this rank raised {type(error).__name__} on its own")
+        report = self._policy.dump_single_rank(record, f"this rank raised {type(error).__name__} {RAISED}")
         if report is None:  # the other thread is at it, and ends the process when it has done
             time.sleep(self._context.config.timeout_s)
         elif self._abort is not None:

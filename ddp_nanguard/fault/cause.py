@@ -46,8 +46,12 @@ def explained(
 
 def known_before(context: GuardContext, findings: RankFindings) -> dict[str, Any]:
     """What the rules are told of this rank beside its trace. Host sync: many."""
-    histories = {context.ranks.rank: history_of(context, findings.slot_stats)}
-    return {"histories": histories, "optimizers": plain_optimizers(context), "dtypes": dtypes_of(context)}
+
+    def known() -> dict[str, Any]:
+        histories = {context.ranks.rank: history_of(context, findings.slot_stats)}
+        return {"histories": histories, "optimizers": plain_optimizers(context), "dtypes": dtypes_of(context)}
+
+    return context.undone.attempt("the rules were told less", known, {})
 
 
 def told_why(context: GuardContext, record: StepRecord, looked: Looked, cause: str) -> FaultReport:

@@ -25,12 +25,14 @@ from ddp_nanguard.dump.history import FAULT, step_prefix
 from ddp_nanguard.dump.manifest import settings
 from ddp_nanguard.dump.rank_records import CompiledLayers, Device, InjectedFault, RankEvidence
 from ddp_nanguard.dump.records import TensorShape, WrapperDescription
-from ddp_nanguard.dump.request import DumpRequest
+from ddp_nanguard.dump.request import DumpRequest, no_plain_state
+from ddp_nanguard.errors import line_of
 from ddp_nanguard.inject.injection import fired_injections
 from ddp_nanguard.probes.gradient import GradientSource
 from ddp_nanguard.probes.slot_keys import keyed_slots
 from ddp_nanguard.probes.slots import SlotRole, SlotStats
 from ddp_nanguard.probes.sources import LossSource
+from ddp_nanguard.probes.state import state_of
 from ddp_nanguard.report.types import MAX_SITES, FaultReport, Phase
 from ddp_nanguard.tensors.containers import named_tensors_in, path_text
 from ddp_nanguard.tensors.dtypes import dtype_name
@@ -49,10 +51,8 @@ def dump_request(context: GuardContext, record: StepRecord, findings: RankFindin
         findings: what this rank found.
         report: what all ranks say.
     """
-    state, special = _state(context)
-    for name, (parameter, gradient) in record.gradients.items():
-        cut = partial(context.wrapper.shards, "grad.", name, parameter, gradient)
-        add_tensor(state, special, f"grad.{name}", gradient, cut)
+    attempt = context.undone.attempt
+    state, special = _state(context, record)
     window = record.window.micro_batches
     for micro_batch in window:
         micro_batch.scaler = record.scaler_state()
@@ -66,22 +66,24 @@ def dump_request(context: GuardContext, record: StepRecord, findings: RankFindin
         state=state,
         shapes=_shapes(context, state),
         aliases=_aliases(context),
-        plain_state=plain_state(context, record),
+        plain_state=attempt("dump: plain state is left out", lambda: plain_state(context, record), no_plain_state()),
         special=special,
         shard_index=context.wrapper.shard_index,
         num_shards=context.wrapper.num_shards,
         replica_index=context.wrapper.replica_index,
         evidence=_evidence(context, record, findings, report),
-        window=[_redacted(m) for m in window] if context.config.redact else window,
+        window=attempt("dump: batches are left out", lambda: [_redacted(m) for m in window], [])
+        if context.config.redact
+        else window,
         buffers={**dict(context.wrapper.named_buffers()), **record.window.buffers()},
         history=history_of(context, record.slots.slot_stats()),
         recipe=context.recipe,
         damaged={f"model.{name}" for name in findings.nonfinite_state.lasting()},
         run_id=run_id(),
-        argv=tuple(sys.argv),
+        argv=attempt("dump: argv is left out", lambda: tuple(map(str, sys.argv)), ()),
         recipe_directory=context.recipe_directory,
-        command=command(),
-        directory=os.getcwd(),
+        command=attempt("dump: the command of the job is left out", command, ()),
+        directory=attempt("dump: the directory of the job is left out", os.getcwd, ""),
         launcher=launcher_variables(),
     )
 
@@ -99,18 +101,34 @@ def run_id() -> str:
     return "-".join(os.environ.get(name, "") for name in names)
 
 
-def _state(context: GuardContext) -> tuple[list[TensorShard], dict[str, Tensor]]:
+def _state(context: GuardContext, record: StepRecord) -> tuple[list[TensorShard], dict[str, Tensor]]:
     shards: list[TensorShard] = []
     special: dict[str, Tensor] = {}
-    if context.config.dump_weights:
-        shards, special = weights(context.wrapper)
-    if context.config.dump_optimizer:
-        for index, optimizer in enumerate(context.optimizers):
-            for name, parameter in context.state.named_parameters_of(optimizer):
-                for key, value in optimizer.state.get(parameter, {}).items():
-                    if isinstance(value, Tensor):
-                        _add_state(context, shards, special, f"optim.{index}.", name, f".{key}", parameter, value)
+    attempt, config = context.undone.attempt, context.config
+    if config.dump_weights:
+        nothing = shards, special
+        shards, special = attempt("dump: weights are left out", lambda: weights(context.wrapper), nothing)
+    if config.dump_optimizer:
+        what = "dump: optimizer state is left out"
+        attempt(what, lambda: _add_optimizers(context, shards, special), None)
+    attempt("dump: gradients are left out", lambda: _add_gradients(context, record, shards, special), None)
     return shards, special
+
+
+def _add_gradients(
+    context: GuardContext, record: StepRecord, shards: list[TensorShard], special: dict[str, Tensor]
+) -> None:
+    for name, (parameter, gradient) in record.gradients.items():
+        cut = partial(context.wrapper.shards, "grad.", name, parameter, gradient)
+        add_tensor(shards, special, f"grad.{name}", gradient, cut)
+
+
+def _add_optimizers(context: GuardContext, shards: list[TensorShard], special: dict[str, Tensor]) -> None:
+    for index, optimizer in enumerate(context.optimizers):
+        for name, parameter in context.state.named_parameters_of(optimizer):
+            for key, value in state_of(optimizer, parameter).items():
+                if isinstance(value, Tensor):
+                    _add_state(context, shards, special, f"optim.{index}.", name, f".{key}", parameter, value)
 
 
 def _add_state(
@@ -123,6 +141,10 @@ def _add_state(
     parameter: Tensor,
     value: Tensor,
 ) -> None:
+    if value.is_meta:
+        context.undone.add(f"dump: {prefix}{name}{suffix} is left out: a meta tensor holds nothing")
+        return
+
     def cut() -> list[TensorShard]:
         if value.dim() == 0 and context.wrapper.local(value).dim() == 0:
             return [TensorShard.whole(f"{prefix}{name}{suffix}", context.wrapper.local(value))]
@@ -160,8 +182,8 @@ def _state_of(name: str, thing: Any) -> Any:
     try:
         return thing.state_dict()
     except Exception as error:
-        _log.error("dump: state of registered %r is left out: %s: %s", name, type(error).__name__, error)
-        return {"left out": f"{type(error).__name__}: {error}"}
+        _log.error("dump: state of registered %r is left out: %s", name, line_of(error))
+        return {"left out": line_of(error)}
 
 
 def plain_optimizers(context: GuardContext) -> list[dict[str, Any]]:
@@ -178,9 +200,9 @@ def _plain_optimizer(context: GuardContext, optimizer: torch.optim.Optimizer) ->
             for group in optimizer.param_groups
         ],
         "state": {
-            names[id(parameter)]: {k: v for k, v in values.items() if not isinstance(v, Tensor)}
-            for parameter, values in optimizer.state.items()
-            if id(parameter) in names
+            name: {k: v for k, v in state_of(optimizer, parameter).items() if not isinstance(v, Tensor)}
+            for name, parameter in context.state.named_parameters_of(optimizer)
+            if parameter in optimizer.state
         },
     }
 
@@ -196,7 +218,7 @@ def _evidence(context: GuardContext, record: StepRecord, findings: RankFindings,
         compiled_layers=CompiledLayers(**{name: tuple(of) for name, of in context.forward.compiled_layers().items()}),
         known_nonfinite=tuple(sorted(findings.known_nonfinite)),
         reduced_micro_batches=tuple(sorted(record.window.reduced_micro_batches)),
-        hyper_parameters={name: float(value) for name, value in record.hyper_parameters},
+        hyper_parameters=_single_numbers(record),
         eval_modules=tuple(name for name, module in context.wrapper.named_modules() if not module.training),
         frozen_parameters=tuple(name for name, p in context.wrapper.named_parameters() if not p.requires_grad),
         nonfinite_state=tuple(findings.nonfinite_state.names()),
@@ -207,6 +229,11 @@ def _evidence(context: GuardContext, record: StepRecord, findings: RankFindings,
         dtypes=dtypes_of(context),
         scaler=record.scaler_state(),
     )
+
+
+def _single_numbers(record: StepRecord) -> dict[str, float]:
+    numbers = record.hyper_parameters
+    return {name: float(value) for name, value in numbers if not isinstance(value, Tensor) or value.numel() == 1}
 
 
 def dtypes_of(context: GuardContext) -> dict[str, str]:

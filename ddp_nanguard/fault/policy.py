@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
 import threading
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +23,7 @@ from ddp_nanguard.context import GuardContext
 from ddp_nanguard.distributed.exit import exit_process
 from ddp_nanguard.dump.manifest import amend_report
 from ddp_nanguard.dump.write import write_dump
-from ddp_nanguard.errors import DumpError, NonFiniteError
+from ddp_nanguard.errors import NonFiniteError, line_of
 from ddp_nanguard.probes.severity import Severity
 from ddp_nanguard.report.command_text import script_text
 from ddp_nanguard.report.messages import log_line, looked_line
@@ -67,10 +69,38 @@ class FaultPolicy:
         self.triage.on_clean()
 
     def on_verdict(self, severity: Severity, record: StepRecord) -> Decision:
-        """See `VerdictHandler`.
+        """See `VerdictHandler`. Nothing that goes wrong in here replaces the fault.
 
         Collective: those of `Triage`; for a fault also those of the dump. All on the fault group.
         """
+        try:
+            return self._on_verdict(severity, record)
+        except NonFiniteError:
+            raise
+        except Exception as error:
+            return self._given_up(severity, record, error)
+
+    def _given_up(self, severity: Severity, record: StepRecord, error: Exception) -> Decision:
+        """What is left where the fault path itself failed on this rank: the fault, without its place."""
+        _say(logging.ERROR, f"step {record.step}: the guard could not look at it: {line_of(error)}")
+        _log.debug("fault path", exc_info=error)
+        if severity is Severity.WARN:  # which issues no collective
+            return Decision.CLEAN
+        # peers are in a collective by now, at most timeout_s: none of this rank's may meet those
+        ranks, config = self.context.ranks, self.context.config
+        ranks.peers_lost = True
+        report = FaultReport(
+            record.step,
+            ranks.world_size,
+            self.context.wrapper.kind,
+            origin=None,
+            cause=f"unknown: the guard could not look at it: {line_of(error)}",
+            single_rank_view=True,
+        )
+        seconds = config.timeout_s if ranks.world_size > 1 else 0.0
+        raise NonFiniteError(error_text(report, "", ""), report, config.exit_code, lambda: time.sleep(seconds))
+
+    def _on_verdict(self, severity: Severity, record: StepRecord) -> Decision:
         judgement = self.triage.judge(severity, record)
         if judgement.decision is None:
             with self._busy:
@@ -90,7 +120,7 @@ class FaultPolicy:
         if warns and not self.context.ranks.peers_lost:
             return self._warn(report, judgement, record)
         # before anything slow or breakable: this line is what is left if the rest fails
-        _log.error("%s", log_line(report))
+        _say(logging.ERROR, log_line(report))
         report = explained(self.context, record, findings, report, judgement.cause)
         # without peers nobody knows whether they would skip too, and ranks that part train different models
         if config.on_fault == "skip" and not self.context.ranks.peers_lost:
@@ -102,7 +132,8 @@ class FaultPolicy:
     def _warn(self, report: FaultReport, judgement: Judgement, record: StepRecord) -> Decision:
         self.triage.let_through = record.step
         if self._is_new(report):
-            _log.warning("%s (let through; further ones of this layer and phase are counted)", log_line(report))
+            told = f"{log_line(report)} (let through; further ones of this layer and phase are counted)"
+            _say(logging.WARNING, told)
             looked = self._looked(report, judgement, record, keep_gradients=True)
             if looked.must_stop:
                 return self._raise(_cannot_go_on(looked.report), record)
@@ -122,7 +153,8 @@ class FaultPolicy:
     def _why_no_skip(self) -> str:
         max_skips = self.context.config.max_skips
         if self.num_skips >= max_skips:
-            return f"{self.num_skips} steps were skipped before this one: max_skips={max_skips}"
+            skipped = "1 step was" if self.num_skips == 1 else f"{self.num_skips} steps were"
+            return f"{skipped} skipped before this one: max_skips={max_skips}"
         return "not skipped: state is damaged, and skipping this step would not heal it"
 
     def _skip(self, report: FaultReport, judgement: Judgement, record: StepRecord) -> Decision:
@@ -141,7 +173,7 @@ class FaultPolicy:
         if record.is_current:  # else the gradients are those of the next step
             self._clear_gradients()
         done = f"step {report.step} skipped on all ranks ({self.num_skips} of at most {context.config.max_skips})"
-        _log.warning("%s%s", done, f"; dump {report.dump_path}" if report.dump_path else "")
+        _say(logging.WARNING, f"{done}; dump {report.dump_path}" if report.dump_path else done)
         return Decision.SKIP
 
     def _looks_at_skipped(self, report: FaultReport) -> bool:
@@ -154,7 +186,10 @@ class FaultPolicy:
     def _clear_gradients(self) -> None:
         # this is what leaves the step out: an optimizer changes no parameter that has no gradient
         for optimizer in self.context.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+            clear = partial(optimizer.zero_grad, set_to_none=True)
+            self.context.undone.attempt(f"{type(optimizer).__name__}.zero_grad()", clear, None)
+            for _, parameter in self.context.state.named_parameters_of(optimizer):
+                parameter.grad = None
         for _, parameter in self.context.wrapper.named_parameters():
             parameter.grad = None
 
@@ -174,12 +209,20 @@ class FaultPolicy:
     def _raise(self, report: FaultReport, record: StepRecord) -> Decision:
         context, config = self.context, self.context.config
         if isinstance(record.scaler, ScalerSnapshot):  # the scaler has been updated since
-            record.scaler.restore()
+            context.undone.attempt("the scaler was not put back", record.scaler.restore, None)
+        report = self._with_undone(report)
         raise NonFiniteError(self._text(report), report, config.exit_code, context.ranks.barrier)
+
+    def _with_undone(self, report: FaultReport) -> FaultReport:
+        """The report with what a rank could not do. Collective: `RankGroup.first_problem` on the fault group."""
+        mine = self.context.undone.take()
+        found = self.context.ranks.ask(lambda ranks: ranks.first_problem(mine))
+        return report if found is None else _with_notes(report, [f"not done: {found}"])
 
     def _text(self, report: FaultReport) -> str:
         context, config = self.context, self.context.config
-        script = script_text(command()) if context.recipe is None else ""
+        line = context.undone.attempt("the command of this job was not read", lambda: script_text(command()), "")
+        script = line if context.recipe is None else ""
         lacks = replay_lacks(context.recipe, script, redact=config.redact, dump_weights=config.dump_weights)
         return error_text(report, lacks, script)
 
@@ -194,8 +237,8 @@ class FaultPolicy:
     def _undo_update(self, report: FaultReport, undone: StepRecord) -> FaultReport:
         """``keep_previous``: everything is again as it was before the bad update."""
         assert self.context.previous is not None
-        self.context.previous.restore()
-        undone.window.restore_buffers(self.context.named_buffers())
+        self.context.previous.restore(self.context.undone)
+        undone.window.restore_buffers(self.context.named_buffers(), self.context.undone)
         names = listed(report.nonfinite_state, 4)
         note = f"the update of step {report.step} made {names} non-finite; all was put back to before that update"
         return replace(report, nonfinite_state=(), notes=(*report.notes, note))
@@ -203,7 +246,7 @@ class FaultPolicy:
     def _restore_buffers(self, report: FaultReport, findings: RankFindings, record: StepRecord) -> FaultReport:
         """No update happens, so the buffers too are to be those from before the window."""
         # on every rank, also where none is bad: a loop that catches the error may save a checkpoint
-        record.window.restore_buffers(self.context.named_buffers())
+        record.window.restore_buffers(self.context.named_buffers(), self.context.undone)
         (any_bad,) = self.context.ranks.any_of(bool(findings.nonfinite_state.buffers))
         if not any_bad:
             return report
@@ -213,6 +256,7 @@ class FaultPolicy:
     def _dumped(self, report: FaultReport, findings: RankFindings, record: StepRecord) -> FaultReport:
         context = self.context
         self._whole = None
+        report = self._with_undone(report)
         if context.config.dump_dir is None:
             return report
         try:
@@ -221,7 +265,7 @@ class FaultPolicy:
             # peers are in the dump's collectives by now, at most timeout_s: none of this rank's may meet those
             context.ranks.peers_lost = True
             context.ranks.close()
-            return _with_notes(report, [f"dump: this rank has no part of it: {type(error).__name__}: {error}"])
+            return _with_notes(report, [f"dump: this rank has no part of it: {line_of(error)}"])
         result = write_dump(request)
         notes = [f"dump: {problem}" for problem in result.problems]
         if result.replicas_disagree:
@@ -245,9 +289,9 @@ class FaultPolicy:
         looked = look_again(
             Fault(context, record, report, findings, known_before(context, findings), keep_gradients, silent)
         )
-        report = audited(context.ranks, told_why(context, record, looked, judgement.cause), findings)
+        report = self._with_undone(audited(context.ranks, told_why(context, record, looked, judgement.cause), findings))
         if report.second_look is not None:
-            _log.error("%s", looked_line(report))
+            _say(logging.ERROR, looked_line(report))
         self._amend(report, alone=context.ranks.peers_lost)
         return replace(looked, report=report)
 
@@ -257,8 +301,11 @@ class FaultPolicy:
             return
         try:
             amend_report(self._whole[0], report, self.context.ranks.rank)
-        except (DumpError, OSError) as error:
-            _log.error("dump: %s keeps the report from before the second look: %s", self._whole[0], error)
+        except Exception as error:
+            _say(
+                logging.ERROR,
+                f"dump: {self._whole[0]} keeps the report from before the second look: {line_of(error)}",
+            )
 
     def _end_in_silence(self, record: StepRecord, report: FaultReport) -> None:
         """Peers are gone, and this rank's main thread waits for them in the second look: end the process."""
@@ -273,9 +320,11 @@ class FaultPolicy:
     def has_findings(self, record: StepRecord) -> bool:
         """Whether this rank's own slots and state show a fault. Collective: none. Host sync: many."""
         try:
+            if record.is_current:
+                self.context.look_at_last_outputs()
             return self.triage.has_findings(record)
         except RuntimeError as error:
-            _log.error("slots cannot be read any more: %s", error)
+            _say(logging.ERROR, f"slots cannot be read any more: {line_of(error)}")
             return False
 
     def dump_single_rank(self, record: StepRecord, cause: str) -> FaultReport | None:
@@ -290,14 +339,20 @@ class FaultPolicy:
         with torch.no_grad():
             findings = rescan(self.context, record)
             report = self.triage.report(record, findings, cause)
-            _log.error("%s", log_line(report))
+            _say(logging.ERROR, log_line(report))
             report = explained(self.context, record, findings, report, cause)
             return self._dumped(report, findings, record)
 
     def dump_with_peer(self, record: StepRecord, text: str) -> bool:
         """Write this rank's part after a peer has raised; False where the main thread is handling a fault itself."""
-        _log.error("a peer raised on its own; this rank writes its part and ends: %s", text)
+        _say(logging.ERROR, f"a peer raised on its own; this rank writes its part and ends: {text}")
         return self.dump_single_rank(record, f"ended with a peer: {text}") is not None
+
+
+def _say(level: int, text: str) -> None:
+    # a handler of the job may raise
+    with contextlib.suppress(Exception):
+        _log.log(level, "%s", text)
 
 
 def _cannot_go_on(report: FaultReport) -> FaultReport:
@@ -307,13 +362,13 @@ def _cannot_go_on(report: FaultReport) -> FaultReport:
 
 def _log_warnings(judgement: Judgement) -> None:
     for text in judgement.warnings:
-        _log.warning("%s", text)
+        _say(logging.WARNING, text)
 
 
 def _with_notes(report: FaultReport, notes: list[str]) -> FaultReport:
     """The report with more notes, which go to the log too."""
     for note in notes:
-        _log.error("%s", note)
+        _say(logging.ERROR, note)
     return replace(report, notes=(*report.notes, *notes))
 
 

@@ -15,7 +15,8 @@ from torch._compile import _disable_dynamo
 from ddp_nanguard.tensors.containers import tensors_in
 
 from .autograd import in_backward
-from .nested import is_nested
+from .nested import is_nested, is_running
+from .optimizers import inner_optimizers
 from .weak import WeakHook
 
 _log = logging.getLogger(__name__)
@@ -124,8 +125,15 @@ class OptimizerHooks:
     def put(self) -> None:
         """Put a hook before and one after ``step`` of each optimizer."""
         for optimizer in self._optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(BeforeStepHook(self._events())))
-            self._handles.append(optimizer.register_step_post_hook(AfterStepHook(self._events())))
+            self._register(optimizer, BeforeStepHook(self._events()), AfterStepHook(self._events()))
+            for inner in inner_optimizers(optimizer):
+                if all(inner is not other for other in self._optimizers):
+                    before = BeforeInnerStepHook(self._events(), optimizer)
+                    self._register(inner, before, AfterInnerStepHook(self._events(), optimizer))
+
+    def _register(self, optimizer: torch.optim.Optimizer, before: BeforeStepHook, after: AfterStepHook) -> None:
+        self._handles.append(optimizer.register_step_pre_hook(before))
+        self._handles.append(optimizer.register_step_post_hook(after))
 
     def remove(self) -> None:
         """Take the hooks off; may be called again."""
@@ -145,6 +153,8 @@ class Steps:
     """
 
     def __init__(self, loader: Iterable[Any], events: StepEvents) -> None:
+        if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
+            raise ValueError(f"guard.steps({type(loader).__name__}): give the loader, which is iterated for batches")
         self._loader = loader
         self._events = events
 
@@ -248,6 +258,42 @@ class AfterStepHook(WeakHook):
             events.after_update(optimizer)
 
 
+class BeforeInnerStepHook(BeforeStepHook):
+    """The hook before the step of an optimizer inside another one: a step of that, unless that is running already.
+
+    Args:
+        target: told of the step.
+        outer: the optimizer that the loop has.
+    """
+
+    __slots__ = ("outer",)
+
+    def __init__(self, target: object, outer: torch.optim.Optimizer) -> None:
+        super().__init__(target)
+        self.outer = weakref.ref(outer)
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """Give the verdict of the outer optimizer."""
+        outer = self.outer()
+        return None if outer is None or is_running(outer) else super().__call__(outer, args, kwargs)
+
+
+class AfterInnerStepHook(AfterStepHook):
+    """The hook after it; arguments as of `BeforeInnerStepHook`."""
+
+    __slots__ = ("outer",)
+
+    def __init__(self, target: object, outer: torch.optim.Optimizer) -> None:
+        super().__init__(target)
+        self.outer = weakref.ref(outer)
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Report that the outer optimizer has stepped, if it was by this one alone."""
+        outer = self.outer()
+        if outer is not None and not is_running(outer):
+            super().__call__(outer, args, kwargs)
+
+
 class CountHook(WeakHook):
     """The hook after ``optimizer.step`` for a guard that is switched off and only counts steps."""
 
@@ -324,5 +370,9 @@ def named_losses(losses: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
         elif isinstance(value, np.ndarray):
             yield name, torch.as_tensor(value)
         elif value is not None:
-            for index, tensor in enumerate(tensors_in(value)):
+            tensors = tensors_in(value)
+            if not tensors and (isinstance(value, (str, bytes)) or not hasattr(value, "__len__")):
+                what = f"guard.watch({name}={type(value).__name__})"
+                raise ValueError(f"{what} holds no loss; give a tensor, a number, or a dict of them")
+            for index, tensor in enumerate(tensors):
                 yield (name if index == 0 else f"{name}[{index}]"), tensor

@@ -1,4 +1,4 @@
-"""Whether an optimizer's hooks run inside those of the same step.
+"""Whether the step of an optimizer is running, and whether its hooks run inside those of the same step.
 
 Torch puts its hooks around ``step`` of each class of which an optimizer was made. A subclass whose ``step`` calls
 ``super().step()`` then runs them twice, or not, depending on what else was made in the process: one step, two calls.
@@ -16,17 +16,23 @@ _WRAPPER = torch.optim.Optimizer.profile_hook_step(lambda self: None).__code__
 
 
 def is_nested(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the step whose hooks are running was called from another step of the same optimizer.
+    """Whether the step whose hooks are running was called from another step of the same optimizer."""
+    num_hooked = sum(hasattr(each.__dict__.get("step"), "hooked") for each in type(optimizer).__mro__)
+    return num_hooked > 1 and _num_running(optimizer) > 1
 
-    Args:
-        optimizer: whose hooks run. Looked up in the stack, not counted: a step that raises never gets to its last hook.
+
+def is_running(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step has been called and has not returned.
+
+    Looked up in the stack, not noted by hooks: a step that raises never gets to its last one.
     """
-    if sum(hasattr(each.__dict__.get("step"), "hooked") for each in type(optimizer).__mro__) < 2:
-        return False
+    return _num_running(optimizer) > 0
+
+
+def _num_running(optimizer: torch.optim.Optimizer) -> int:
     frame: FrameType | None = sys._getframe(1)
-    active = 0
+    found = 0
     while frame is not None:
-        if frame.f_code is _WRAPPER and frame.f_locals.get("self") is optimizer:
-            active += 1
+        found += frame.f_code is _WRAPPER and frame.f_locals.get("self") is optimizer
         frame = frame.f_back
-    return active > 1
+    return found

@@ -139,6 +139,8 @@ class SeverityReducer:
             role: of the slot.
             largest: the largest finite number.
         """
+        if role is SlotRole.OPEN:
+            return math.inf, math.inf
         if role is SlotRole.NORM:
             return math.inf, math.inf if self._norm_limit is None else self._norm_limit
         return (math.inf if role in ONE_SIDED else largest), largest

@@ -42,6 +42,8 @@ class SlotRole(enum.IntEnum):
     """The gradient norm; only its size counts."""
     WARN = 6
     """Worth a warning, never a trigger; -inf is allowed."""
+    OPEN = 9
+    """State that is infinite on purpose: only NaN is bad."""
 
 
 ONE_SIDED = frozenset({SlotRole.OUTPUT, SlotRole.BUFFER, SlotRole.WARN})
@@ -446,6 +448,8 @@ def _as_they_are(slot_stats: list[SlotStats]) -> list[SlotStats]:
 
 def is_clean(stats: SlotStats) -> bool:
     """Whether a slot shows only finite values; -inf is allowed in buffers."""
+    if stats.role is SlotRole.OPEN:
+        return not math.isnan(stats.maximum)
     if stats.role in (SlotRole.BUFFER, SlotRole.WARN):
         return stats.maximum < math.inf
     return math.isfinite(stats.minimum) and math.isfinite(stats.maximum)

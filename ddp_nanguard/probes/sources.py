@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 KnownNonFinite = tuple[str, str, str]
 """Layer, slot (``output``, ``input``) and kind (``nan``, ``inf``) of a value that is non-finite in clean steps too."""
+STATE_SLOT = "state "
+"""Begins the slot of a parameter, buffer or optimizer state in a `KnownNonFinite`; its name follows."""
 
 
 @dataclass(frozen=True, slots=True)

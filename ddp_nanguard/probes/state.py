@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -74,8 +74,19 @@ class StateProbe:
         # Sources are made once and used in every step; None for an ignored name
         self._sources: dict[tuple[StateKind, When], dict[str, StateSource | None]] = {}
         self._screens = ScreenCache()
+        # - State that is non-finite on purpose, and whether it may be NaN
+        self._legal: dict[str, bool] = {}
         # By `id` of an optimizer: its parameters, which tell when a group was added, and how they are looked at
         self._updated: dict[int, tuple[list[nn.Parameter], Screen]] = {}
+
+    def allow(self, legal: Mapping[str, bool]) -> None:
+        """From now on this state may be infinite.
+
+        Args:
+            legal: by name, whether it may be NaN as well: then it is not looked at any more.
+        """
+        self._legal.update(legal)
+        self._sources, self._screens, self._updated = {}, ScreenCache(), {}
 
     # -- what is there -----------------------------------------------------------------------------------------------
 
@@ -103,7 +114,7 @@ class StateProbe:
         """Tensors in the optimizers' state, as ``<parameter>.<key>``; none before their first step."""
         for optimizer in self._optimizers:
             for name, parameter in self.named_parameters_of(optimizer):
-                for key, value in optimizer.state.get(parameter, {}).items():
+                for key, value in state_of(optimizer, parameter).items():
                     if isinstance(value, Tensor):
                         yield f"{name}.{key}", value
 
@@ -155,8 +166,8 @@ class StateProbe:
         """Made anew only when the optimizer holds other parameters."""
         known, screen = self._updated.get(id(optimizer), ([], None))
         if screen is None or len(known) != len(present) or any(map(operator.is_not, known, present)):
-            sources = [self._source("parameter", "update", name) for name, _ in self.named_parameters_of(optimizer)]
-            screen = Screen(sources, [SlotRole.STATE] * len(sources))
+            names = [name for name, _ in self.named_parameters_of(optimizer)]
+            screen = Screen([self._source("parameter", "update", name) for name in names], self._roles(names))
             self._updated[id(optimizer)] = (present, screen)
         return screen
 
@@ -190,20 +201,34 @@ class StateProbe:
             role = SlotRole.WARN if when == "before broadcast" else SlotRole.BUFFER
             for name, tensor in named:
                 if (source := self._source(kind, when, name)) is not None:
-                    self.slots.reduce(role, self._local(tensor), source)
+                    self.slots.reduce(SlotRole.OPEN if name in self._legal else role, self._local(tensor), source)
         elif found := list(named):
             names = tuple(name for name, _ in found)
             screen = self._screens.get((kind, when, names), lambda: self._screen(kind, when, names))
             screen.look(self.slots, [self._local(tensor) for _, tensor in found])
 
     def _screen(self, kind: StateKind, when: When, names: tuple[str, ...]) -> Screen:
-        return Screen([self._source(kind, when, name) for name in names], [SlotRole.STATE] * len(names))
+        return Screen([self._source(kind, when, name) for name in names], self._roles(names))
+
+    def _roles(self, names: Iterable[str]) -> list[SlotRole]:
+        return [SlotRole.OPEN if name in self._legal else SlotRole.STATE for name in names]
+
+    def _may_be(self, name: str, when: When) -> bool:
+        """Whether nothing that the state can hold is bad."""
+        return self._legal.get(name, False) or (name in self._legal and when == "before broadcast")
 
     def _source(self, kind: StateKind, when: When, name: str) -> StateSource | None:
         sources = self._sources.setdefault((kind, when), {})
         if name not in sources:
-            sources[name] = None if self._is_ignored(name) else StateSource(kind, name, when)
+            is_left_out = self._is_ignored(name) or self._may_be(name, when)
+            sources[name] = None if is_left_out else StateSource(kind, name, when)
         return sources[name]
+
+
+def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Mapping[Any, Any]:
+    """What an optimizer keeps of a parameter; nothing where that is no mapping, as no optimizer of torch has it."""
+    found = optimizer.state.get(parameter)
+    return found if isinstance(found, Mapping) else {}
 
 
 def _cannot_change(value: object) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_nanguard.blame import local_sites
-from ddp_nanguard.blame.inspect import blame_input
+from ddp_nanguard.blame.inspect import blame_input, rescan
 from ddp_nanguard.blame.triage import Decision, Judgement, Triage
 from ddp_nanguard.build import build_context
 from ddp_nanguard.capture import rng
@@ -19,7 +20,9 @@ from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.capture.window import MicroBatch
 from ddp_nanguard.config import environment_ignored
 from ddp_nanguard.context import GuardContext
-from ddp_nanguard.errors import DumpError
+from ddp_nanguard.dump.read import Dump
+from ddp_nanguard.errors import DumpError, line_of
+from ddp_nanguard.hooks.frames import is_users_own
 from ddp_nanguard.hooks.loop import Steps, named_losses
 from ddp_nanguard.inject.injection import Injection
 from ddp_nanguard.inject.injector import follow_counter, reinject
@@ -28,7 +31,7 @@ from ddp_nanguard.probes.severity import Severity
 from ddp_nanguard.probes.slot_keys import keyed_slots, vital_signs
 from ddp_nanguard.probes.slots import SlotStats
 from ddp_nanguard.report.slot_key import SlotKey
-from ddp_nanguard.report.types import FaultReport, Phase, Site
+from ddp_nanguard.report.types import RAISED, FaultReport, Phase, Site
 from ddp_nanguard.step.monitor import StepMonitor
 
 from .rebuild import Rebuilt, fill_shards, recorded_gradients
@@ -56,6 +59,10 @@ class StepResult:
     losses: dict[tuple[int, str], Tensor]
     notes: list[str] = field(default_factory=list)
     as_watched: list[Site] = field(default_factory=list)
+
+
+MAX_RAISED = 200
+"""Characters of the text of an exception that a note shows."""
 
 
 class Collector:
@@ -96,6 +103,17 @@ class Collector:
             ranked = local_sites(blame_input(self._context, record, replace(findings, slot_stats=signs)))
         self.as_watched = [each.site for each in ranked]
         return Decision.SKIP
+
+    def on_raise(self, error: BaseException, record: StepRecord) -> None:
+        """The step raised, as it did in training, before any verdict: what was seen until then is the fault."""
+        findings = rescan(self._context, record)
+        report = self._triage.report(record, findings, f"the step raised {line_of(error)}")
+        self.fault = Judgement(None, Severity.FAULT, findings=findings, report=report)
+        ranked = findings.sites
+        if not self._watched_layers:  # the model's output is what such a job looks at when it raises
+            signs = vital_signs(findings.slot_stats, has_scaler=True)
+            ranked = local_sites(blame_input(self._context, record, replace(findings, slot_stats=signs)))
+        self.as_watched = [each.site for each in ranked]
 
     @property
     def report(self) -> FaultReport | None:
@@ -198,6 +216,8 @@ def _context(rebuilt: Rebuilt, answers_alone: bool) -> GuardContext:
     # compiled code carried hooks of its own choice: the same slots must exist, so that bits can be compared
     context.forward.watch_as_compiled(compiled.traced, compiled.watched)
     context.known_nonfinite = frozenset(evidence.known_nonfinite)
+    context.follow_known()
+    context.is_replay = True
     context.slots.exact = dump.manifest.options.verdict == "deferred"  # see `SlotBuffer`
     return context
 
@@ -214,13 +234,35 @@ def _reinjected(rebuilt: Rebuilt) -> tuple[list[Injection], list[str]]:
 
 
 def _result(run: Run, micro_batches: list[MicroBatch], alone: bool) -> StepResult:
-    losses = _forward_backward(run, micro_batches)
+    try:
+        losses = _forward_backward(run, micro_batches)
+    except Exception as error:
+        if not (alone and has_raised(run.rebuilt.dump)):
+            raise
+        run.collector.on_raise(error, run.monitor.record())
+        run.notes.append(raised_text(run.rebuilt.dump, error))
+        return gathered(run, {})
     run.monitor.check()
     # The update runs only if the window is clean: in training it would not have been reached otherwise.
     recorded = run.rebuilt.dump.report.origin
     if run.collector.fault is None and is_update(recorded) and run.rebuilt.recipe.optimizer is not None:
         _update(run, alone)
     return gathered(run, losses)
+
+
+def has_raised(dump: Dump) -> bool:
+    """Whether the fault of a dump was noticed since code of the job raised."""
+    return RAISED in dump.report.cause
+
+
+def raised_text(dump: Dump, error: BaseException) -> str:
+    """What a step raised, where in the job's own code, and what training raised."""
+    walked = list(traceback.walk_tb(error.__traceback__))
+    frame, line = next(((f, n) for f, n in reversed(walked) if is_users_own(f)), walked[-1])
+    name = type(error).__name__
+    then = "as in training" if f"raised {name} {RAISED}" in dump.report.cause else f"in training: {dump.report.cause}"
+    place = f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
+    return f"the step raised {name} at {place}, {then}: {line_of(error).partition(': ')[2][:MAX_RAISED]}"
 
 
 def gathered(run: Run, losses: dict[tuple[int, str], Tensor]) -> StepResult:

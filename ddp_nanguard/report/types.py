@@ -45,6 +45,9 @@ WATCHABLE = tuple(phase for phase in Phase if phase is not Phase.LOOP)
 
 KINDS = ("nan", "inf", "-inf")
 """Kinds of non-finite values, worst first."""
+RAISED = "on its own"
+"""Ends the cause of a fault that was noticed since code of the job raised on a rank."""
+INFINITE_KINDS = ("inf", "-inf")
 
 
 # -- what a field may hold beyond its type; the reader of a dump checks it --------------------------------------------

@@ -33,6 +33,7 @@ from ddp_nanguard.dump.batch_codec import unregistered_type
 from ddp_nanguard.dump.read import Dump, open_dump
 from ddp_nanguard.errors import DumpError
 from ddp_nanguard.hooks.frames import is_users_own
+from ddp_nanguard.hooks.optimizers import optimizers_in
 from ddp_nanguard.replay.outcome import (
     EXIT_CODES,
     Outcome,
@@ -43,7 +44,7 @@ from ddp_nanguard.replay.outcome import (
 from ddp_nanguard.replay.outcome_text import outcome_text
 from ddp_nanguard.replay.rebuild import Rebuilt, require_matching_parameters
 from ddp_nanguard.replay.recipe import Recipe
-from ddp_nanguard.replay.run_step import Run, StepResult, gathered, monitored
+from ddp_nanguard.replay.run_step import Run, StepResult, gathered, monitored, raised_text
 from ddp_nanguard.replay.session import is_compiled, what_needs_peers
 from ddp_nanguard.wrappers import Wrapper, wrapper_of
 
@@ -245,7 +246,8 @@ class Takeover:
             return None
         if self._alone and self._step.num_served == len(self._step.window) and self._raised_then():
             with contextlib.suppress(Exception):
-                self.monitor.check()
+                self._run.collector.on_raise(error, self.monitor.record())
+                self._run.notes.append(raised_text(self._dump, error))
                 self._finish()
         frame = next((f for f, _ in reversed(list(traceback.walk_tb(error.__traceback__))) if is_users_own(f)), None)
         where = f" in {frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
@@ -275,7 +277,8 @@ def _opened(request: ReplayRequest, alone: bool) -> Dump:
 
 
 def _as_list(optimizer: Any) -> list[torch.optim.Optimizer]:
-    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    found = optimizers_in(optimizer)
+    return found or [inner for each in optimizer for inner in optimizers_in(each)]
 
 
 def _device_of(wrapper: Wrapper) -> torch.device:

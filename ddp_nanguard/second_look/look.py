@@ -22,6 +22,7 @@ from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.context import GuardContext
 from ddp_nanguard.diagnosis.rules import TraceFacts
 from ddp_nanguard.diagnosis.trace.traced_step import Watcher
+from ddp_nanguard.errors import line_of
 from ddp_nanguard.report.types import FaultReport, FirstOperator, SecondLook
 
 from .compare import own_sites
@@ -206,7 +207,9 @@ class _Look:
         with SignsOfLife(name, ranks.index, ranks.members, timeout_s, progress, self._on_silence) as life:
             try:
                 found = run()
-            except (Exception, SystemExit) as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # the step may raise what no job should, and the fault is to be told
                 problem = _line(error)
                 _log.debug("second look", exc_info=True)
             met = life.met(problem)
@@ -287,5 +290,4 @@ def _not_done(report: FaultReport, why: str) -> FaultReport:
 
 
 def _line(error: BaseException) -> str:
-    text = (str(error).splitlines() or [""])[0].partition(". This is typically")[0][:MAX_TEXT]  # gloo's advice
-    return f"{type(error).__name__}: {text}".rstrip(": ")
+    return line_of(error).partition(". This is typically")[0][:MAX_TEXT]  # gloo's advice

@@ -133,6 +133,9 @@ class StepAgain:
             findings = rescan(second, record)
             # now, while the parameters are those that the calls took
             fill_sites(second, record, findings)
+            unread = second.undone.take()
+            if unread is not None:  # half of what is to be compared would look like another outcome
+                raise RuntimeError(unread)
             as_watched = self._as_watched(second, record, findings)
             traced = watcher.result([]) if watcher is not None else None
             return SecondRun(second, record, findings, as_watched, self._outputs, traced)
@@ -267,6 +270,7 @@ def _context_like(context: GuardContext, step: int, everything: bool) -> GuardCo
     second.is_second_look = True
     second.slots.exact = context.slots.exact  # the same reductions: bits are compared
     second.known_nonfinite = context.known_nonfinite
+    second.follow_known()
     second.state.registered = context.state.registered
     return second
 

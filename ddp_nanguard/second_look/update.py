@@ -11,6 +11,7 @@ import torch
 from ddp_nanguard.capture.record import PreviousStep, StepRecord
 from ddp_nanguard.context import GuardContext
 from ddp_nanguard.diagnosis.trace.traced_step import Traced, TracedJob, Watcher
+from ddp_nanguard.errors import Undone
 
 
 def can_update_again(context: GuardContext, record: StepRecord) -> bool:
@@ -32,7 +33,7 @@ def update_again(context: GuardContext, record: StepRecord, watcher: Watcher) ->
     previous = context.previous
     assert previous is not None
     job = TracedJob(context.wrapper, context.optimizers, has_scaler=False, is_compiled=False)
-    with _undone_after(previous), _gradients_of(record), _hooks_off(context.optimizers):
+    with _undone_after(previous, context.undone), _gradients_of(record), _hooks_off(context.optimizers):
         with torch.inference_mode(False), watcher.following(job, []):
             for optimizer in context.optimizers:
                 optimizer.step()
@@ -40,11 +41,11 @@ def update_again(context: GuardContext, record: StepRecord, watcher: Watcher) ->
 
 
 @contextlib.contextmanager
-def _undone_after(previous: PreviousStep) -> Iterator[None]:
+def _undone_after(previous: PreviousStep, undone: Undone) -> Iterator[None]:
     try:
         yield
     finally:
-        previous.restore()
+        previous.restore(undone)
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from ddp_nanguard.context import GuardContext
 from ddp_nanguard.distributed.verdict import Verdict
 from ddp_nanguard.probes.severity import Severity
 from ddp_nanguard.probes.slots import PastStep
+from ddp_nanguard.probes.state import state_of
 
 _NEVER = 1 << 30
 
@@ -164,7 +165,7 @@ def _trained(optimizer: torch.optim.Optimizer) -> set[int]:
 
 def _has_state(optimizer: torch.optim.Optimizer) -> bool:
     return all(
-        any(value is not None for value in optimizer.state.get(parameter, {}).values())
+        any(value is not None for value in state_of(optimizer, parameter).values())
         for group in optimizer.param_groups
         if group.get("momentum") != 0  # without momentum SGD keeps none
         for parameter in group["params"]

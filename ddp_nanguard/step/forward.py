@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from ddp_nanguard.context import GuardContext
 from ddp_nanguard.hooks.loop import ModelHooks
+from ddp_nanguard.tensors.containers import tensors_in
 
 from .stage import ModelEntry
 
@@ -101,7 +103,9 @@ class ModelForward:
         if context.sees_output_outside:
             context.forward.probe_root_output(output)
         calls = context.window.calls
-        return calls.end(output) if context.config.look_again and not calls.is_in_step else output
+        given = calls.end(output) if context.config.look_again and not calls.is_in_step else output
+        context.outputs = [weakref.ref(tensor) for tensor in tensors_in(given)]
+        return given
 
     def remove(self) -> None:
         """Take the hooks around the model off."""

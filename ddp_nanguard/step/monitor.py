@@ -19,7 +19,7 @@ from ddp_nanguard.blame.triage import Decision, VerdictHandler
 from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.context import GuardContext
 from ddp_nanguard.distributed.verdict import Verdict
-from ddp_nanguard.errors import NonFiniteError
+from ddp_nanguard.errors import NonFiniteError, OutOfStepError
 from ddp_nanguard.hooks.loop import OptimizerHooks, named_losses, require_losses
 from ddp_nanguard.probes.severity import Severity
 from ddp_nanguard.probes.slots import SlotRole
@@ -31,6 +31,7 @@ from .deferred import DeferredVerdict
 from .forward import ModelForward
 from .judge import StepJudge
 from .stage import LastVerdict, StepStage
+from .unjudged import UnjudgedUpdates
 
 _NO_BATCH = object()
 
@@ -64,6 +65,7 @@ class StepMonitor:
         # - what the loop has done last
         self._batch: Any = _NO_BATCH
         self._last: LastVerdict | None = None
+        self._unjudged = UnjudgedUpdates()
         # - hooks around the model and the optimizers; those on its modules belong to the probes
         self._hooks = OptimizerHooks(self, context.optimizers)
         self._forward = ModelForward(context, self._at_model)
@@ -94,6 +96,8 @@ class StepMonitor:
 
     def _open_micro_batch(self, batch: Any) -> None:
         context = self._context
+        if self.stage is StepStage.BACKWARD:
+            self._unjudged.look(context, self.step, self._last is None)
         context.flush_compiled()  # what compiled code has piled up belongs to the micro-batch before
         micro_batch = context.window.begin_micro_batch(batch)
         context.forward.begin_micro_batch(micro_batch.index)
@@ -219,10 +223,15 @@ class StepMonitor:
         self._last.optimizers.add(id(optimizer))
         return goes_on
 
-    def _give_verdict(self, is_step: bool) -> bool:
+    def judge_open(self) -> bool:
+        """The verdict on what is open, for the end of training; nothing where nothing is."""
+        is_open = self.has_unjudged_update or self.stage is StepStage.BACKWARD
+        return self._give_verdict(is_step=False, closes=True) if is_open else True
+
+    def _give_verdict(self, is_step: bool, closes: bool = False) -> bool:
         with torch.inference_mode(False), torch.no_grad():  # slots must not become inference tensors
             self._resolve_previous()
-            verdict = self._judge.ask_all_ranks(self.step, self.stage is StepStage.BACKWARD)
+            verdict = self._judge.ask_all_ranks(self.step, self.stage is StepStage.BACKWARD, closes)
             self.has_unjudged_update = False  # the update before it was part of this verdict
             if self._deferred is not None and is_step and self._deferred.can_defer():
                 return self._defer(verdict)
@@ -231,7 +240,13 @@ class StepMonitor:
     def _read(self, verdict: Verdict, is_step: bool) -> bool:
         if self._deferred is not None:
             self._deferred.resolved_now()
-        severity, any_backward = verdict.read()
+        try:
+            severity, any_backward = verdict.read()
+        except OutOfStepError:
+            self._context.ranks.peers_lost = True  # no collective of this rank meets the right one any more
+            self._context.slots.discard()
+            self._close_window()
+            raise
         if severity is Severity.CLEAN and not (is_step or any_backward):
             return True  # a check between two steps: the window stays open on every rank
         self._last = last = LastVerdict()
@@ -305,6 +320,7 @@ class StepMonitor:
 
     def _close_window(self) -> None:
         context = self._context
+        self._unjudged.num_seen = 0
         context.window.clear()
         if context.scaler is not None:
             context.scaler.new_window()

@@ -34,6 +34,7 @@ def is_plain(tensor: Tensor) -> bool:
         and not tensor.is_meta
         and tensor.numel() > 0
         and not _is_functorch_wrapped(tensor)
+        and not tensor.is_nested
     )
 
 
@@ -117,6 +118,13 @@ def evidence(tensor: Tensor) -> Evidence | None:
     parts = dense_parts(tensor)
     if parts is None:
         return None
+    try:
+        return _evidence(tensor, parts)
+    except (RuntimeError, NotImplementedError, TypeError):
+        return None  # its memory is gone, or its class refuses
+
+
+def _evidence(tensor: Tensor, parts: list[Tensor]) -> Evidence:
     counts = [_counts(part) for part in parts] or [(0, 0, 0, 0, None)]
     largest = [count[4] for count in counts if count[4] is not None]
     return Evidence(
@@ -155,7 +163,10 @@ def extremes(tensor: Tensor) -> tuple[float, float] | None:
 
     Host sync: two per dense part. Called on the fault path only.
     """
-    found = [torch.aminmax(part) for part in dense_parts(tensor) or ()]
+    try:
+        found = [torch.aminmax(part) for part in dense_parts(tensor) or ()]
+    except (RuntimeError, NotImplementedError, TypeError):
+        return None
     if not found:
         return None
     lows, highs = [float(pair.min) for pair in found], [float(pair.max) for pair in found]

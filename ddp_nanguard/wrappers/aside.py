@@ -20,6 +20,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_nanguard.tensors.written import write_back
+
 from .clean_names import join, paths
 
 __frame_role__ = "passes on"  # the model runs below `forward_inside`, see `hooks.frames`
@@ -228,10 +230,10 @@ def buffers_put_back(named: Callable[[], Iterable[tuple[str, Tensor]]], saved: M
     with torch.no_grad():
         for name, buffer in named():
             if name in saved:
-                buffer.copy_(saved[name])
+                write_back(buffer, saved[name])
     try:
         yield
     finally:
         with torch.no_grad():
             for buffer, value in now:
-                buffer.copy_(value)
+                write_back(buffer, value)

@@ -396,7 +396,7 @@ class Wrapper(ABC):
         """A key that two tensors share if and only if they are the same memory, read the same way."""
         local = self.local(tensor)
         # These have no address of their own: `data_ptr` is 0 or raises.
-        if local.layout is not torch.strided or local.numel() == 0 or local.is_meta:
+        if local.layout is not torch.strided or local.is_nested or local.numel() == 0 or local.is_meta:
             return id(tensor)
         return local.data_ptr(), local.dtype, tuple(local.shape), tuple(local.stride())
 

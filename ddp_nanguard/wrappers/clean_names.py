@@ -72,7 +72,9 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def join(prefix: str, name: str) -> str:
-    """The dotted name of ``name`` within ``prefix``, which may be ""."""
+    """The dotted name of ``name`` within ``prefix``, which may be ""; control characters are written as in Python."""
+    if not name.isprintable():
+        name = name.encode("unicode_escape").decode()
     return f"{prefix}.{name}" if prefix else name
 
 

@@ -229,7 +229,8 @@ class Delayed:
 
     def wait(self) -> None:
         time.sleep(0.05)
-        self.words.fill_(int(verdict.Severity.FAULT))
+        bad = verdict.Ballot(ran_backward=True).packed(torch.tensor(int(verdict.Severity.FAULT)))
+        self.words.copy_(bad)
 
 
 def test_B07_the_flag_is_read_after_it_has_come(monkeypatch: pytest.MonkeyPatch) -> None:

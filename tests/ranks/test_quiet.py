@@ -274,10 +274,6 @@ STOPPING: dict[str, tuple[Callable[[], Setup], dict[str, Any]]] = {
         lambda: Setup(nn.Linear(4, 5), _zeroed_ctc, _ctc),
         {"rank": 1, "step": 1, "phase": "loss", "layer": None, "slot": "loss.raw", "kind": "inf"},
     ),
-    "G09 sentinel never filled": (
-        lambda: Setup(Sentinel(), _sum, _plain_batch),
-        {"rank": 0, "step": 0, "phase": "state", "layer": "", "slot": "scale", "kind": "nan"},
-    ),
     "D03 padded row, need_weights=True": (
         lambda: Setup(Attention(need_weights=True), _sum, _padded),
         {"rank": 1, "step": 1, "phase": "forward", "layer": "attention", "call": 1, "slot": "output", "kind": "nan"},

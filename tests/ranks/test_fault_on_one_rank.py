@@ -1,0 +1,58 @@
+"""One rank's objects break its fault path: all ranks stop all the same, with one text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_nanguard import NonFiniteError
+from tests.ranks import run_ranks
+from tests.ranks.small import NAN, guard_of
+
+
+class _Net(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+        self.register_buffer("cache", torch.zeros(3))
+        self.register_buffer("lowest", torch.tensor(float("inf")))
+
+
+def _stopped(rank: int, world_size: int, broken: str, dump_dir: str) -> Any:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(_Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = guard_of(model, optimizer, dump_dir=dump_dir, timeout_s=1)
+    try:
+        for step in range(4):
+            loss = guard(torch.ones(2, 4)).sum() * (NAN if step == 2 and rank == 0 else 1.0)
+            if step == 2 and rank == 1 and broken == "buffer":
+                del model.module._buffers["cache"]
+            if step == 2 and rank == 1 and broken == "defect":
+                guard._policy.triage.examine = lambda *_: 1 / 0
+            guard.watch(loss=loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except NonFiniteError as error:
+        return str(error), error.report.to_dict()
+    return None
+
+
+def test_what_one_rank_cannot_do_is_a_note_on_all(tmp_path: Any) -> None:
+    first, second = run_ranks(_stopped, broken="buffer", dump_dir=str(tmp_path))
+    assert first == second
+    _, report = first
+    assert (report["origin"]["rank"], report["origin"]["phase"], report["step"]) == (0, "loss", 2)
+    gone = "not done: rank 1: buffer cache was not put back: the model has none of this name any more"
+    kept = "non-finite before anything went wrong, which is no fault by itself: rank 0: lowest"
+    assert report["notes"] == [kept, gone]
+
+
+def test_a_rank_whose_fault_path_fails_stops_and_so_do_its_peers(tmp_path: Any) -> None:
+    (_, first), (_, second) = run_ranks(_stopped, broken="defect", dump_dir=str(tmp_path))
+    assert (first["step"], first["origin"]["phase"], first["single_rank_view"]) == (2, "loss", True)
+    assert (second["step"], second["origin"]) == (2, None)
+    assert second["cause"] == "unknown: the guard could not look at it: ZeroDivisionError: division by zero"

@@ -1,0 +1,64 @@
+"""A step that raises because of a NaN: the dump names where that began, and the replay raises as training did."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddp_nanguard import NanGuard, Recipe
+from ddp_nanguard.diagnosis.diagnose import diagnose
+from ddp_nanguard.dump import open_dump
+from ddp_nanguard.replay.outcome import Outcome
+from ddp_nanguard.replay.session import open_session
+
+
+class Net(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 1)
+        nn.init.constant_(self.weight, 1.0)
+        nn.init.constant_(self.bias, 5.0)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return 2 * x * self.bias, super().forward(x).log()
+
+
+def step(model: nn.Module, batch: Tensor) -> Tensor:
+    _, out = model(batch)
+    if not bool(out.isfinite().all()):
+        raise ValueError("matrix contains invalid numeric entries")
+    return out.mean()
+
+
+def recipe() -> Recipe:
+    return Recipe(model=Net(), step=step)
+
+
+@pytest.mark.parametrize("by_step", [False, True])
+def test_the_raise_is_the_outcome_of_the_replay(tmp_path: Path, by_step: bool) -> None:
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    guard = NanGuard(net, optimizer, dump_dir=str(tmp_path), replay=f"{__name__}:recipe")
+    try:
+        for x in guard.steps([torch.ones(3, 2) * scale for scale in (1, 1, -9)]):
+            (guard.run(step, x) if by_step else step(guard, x)).backward()  # type: ignore[arg-type]
+            optimizer.step()
+    except ValueError as error:
+        code = guard.on_uncaught_exception(error)
+    guard.close()
+    assert code == 65
+    (path,) = tmp_path.glob("step-*")
+    origin = open_dump(path).report.origin
+    assert origin is not None
+    assert (origin.step, str(origin.phase), origin.layer, origin.kind) == (2, "forward", "", "nan")
+    session = open_session([str(path)], None, None, "cpu")
+    outcome = session.plain()
+    assert outcome.outcome is Outcome.SAME
+    (note,) = [note for note in outcome.notes if note.startswith("the step raised")]
+    assert note.startswith(f"the step raised ValueError at {__file__}:")
+    assert note.endswith(" in step, as in training: matrix contains invalid numeric entries")
+    found = diagnose(session, outcome)
+    assert found.traced is not None
+    assert "log of a negative number" in found.reason.sentence
