@@ -20,7 +20,7 @@ RULES: tuple[Rule, ...] = (
     job.compiled_kernel,
     job.not_reproduced,
     why.reduce_overflow,
-    job.update_overflow,
+    job.vanishing_eps,
     # a value that came from outside needs no operator to explain it
     outside.state_bad,
     outside.bad_input,
@@ -37,7 +37,12 @@ RULES: tuple[Rule, ...] = (
     job.growth,
     job.scale_collapse,
     numbers.overflow,
+    # what the code wrote, the least that can be said; torch's own constant before that of the user
+    outside.negative_determinant,
+    outside.mask_taken_in,
+    outside.unnamed,
     outside.constant,
+    job.update_overflow,
 )
 
 REASON_KINDS = (

@@ -11,11 +11,11 @@ from torch import Tensor
 from ddp_nanguard.diagnosis.trace.events import Event, EventCategory
 from ddp_nanguard.report.types import Phase
 from ddp_nanguard.report.wording import KIND_WORDS
-from ddp_nanguard.tensors.batch import batch_arrays, batch_leaves, batch_tensors
+from ddp_nanguard.tensors.batch import batch_arrays, batch_leaves, batch_tensors, nonfinite
 from ddp_nanguard.tensors.containers import path_text
 
 from . import report_rules as why
-from .facts import Reason, TraceFacts, at
+from .facts import Reason, TraceFacts, argument, at, place_of
 
 
 def state_bad(facts: TraceFacts) -> Reason | None:
@@ -105,3 +105,65 @@ def constant(facts: TraceFacts) -> Reason | None:
             (f"written in {at(op)}",),
         )
     return Reason("constant", f"the code itself writes {KIND_WORDS[op.kind]} in {at(op)}")
+
+
+def negative_determinant(facts: TraceFacts) -> Reason | None:
+    """The NaN that `torch.logdet` writes for a matrix whose determinant is below 0."""
+    op = facts.first_nonfinite_op
+    if op is None or op.kind != "nan" or op.base != "scalar_tensor" or "_linalg_slogdet" not in op.before:
+        return None
+    return Reason("edge of domain", f"logdet of a matrix with a negative determinant in {at(op)}")
+
+
+def mask_taken_in(facts: TraceFacts) -> Reason | None:
+    """-Inf is legal in a mask; here an operator that is no softmax makes +Inf or NaN of it."""
+    op = facts.first_nonfinite_op
+    if op is None or op.category is not EventCategory.PRODUCED or not op.inputs:
+        return None
+    if {o.kind for o in op.inputs} - {None} != {"-inf"}:
+        return None
+    chain = _chain(facts, op)
+    mask = chain[-1]
+    where = f", which {'the code writes' if mask.category is EventCategory.CONSTANT else 'comes'} in {at(mask)}"
+    if _sums_log_probabilities(chain):
+        sentence = (
+            f"{at(op)} sums the log-probabilities of all classes, as label smoothing does, and those of masked classes "
+            f"are -Inf{where}"
+        )
+        return Reason("constant", f"{sentence}; mask with a finite number, or do not smooth over masked classes")
+    return Reason("constant", f"{at(op)} makes {KIND_WORDS[op.kind]} of a mask's -Inf{where if mask is not op else ''}")
+
+
+def _chain(facts: TraceFacts, op: Event) -> list[Event]:
+    """The events from one back to where its -Inf began."""
+    trace = facts.traced.trace if facts.traced is not None else None
+    found = [op]
+    while trace is not None and found[-1].parents:
+        found.append(trace.event(found[-1].parents[0]))
+    return found
+
+
+def _sums_log_probabilities(chain: list[Event]) -> bool:
+    own = [event.base for event in chain if event.line == chain[0].line]
+    return "sum" in own and "_log_softmax" in own[own.index("sum") :]
+
+
+def unnamed(facts: TraceFacts) -> Reason | None:
+    """A tensor that the step only reads, such as the weight of a loss, is not finite."""
+    op = facts.first_nonfinite_op
+    if op is None or op.made is None or op.parents or op.outside != ("",) or is_mask(op):
+        return None
+    names = [each.name for each in op.made.function._schema.arguments]
+    name = next((name for name in names if _is_bad(argument(op, name))), None)
+    if name is None:
+        return None
+    mask = nonfinite(argument(op, name))
+    sentence = (
+        f"{at(op)} takes in {KIND_WORDS[op.kind]} by its argument `{name}`{place_of(mask)}: a tensor that no operator "
+        "of the step made and that is no parameter, buffer or batch item"
+    )
+    return Reason("constant", sentence, (f"{int(mask.sum())} of {mask.numel()} elements of {name}",))
+
+
+def _is_bad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() > 0 and bool(nonfinite(value).any())
