@@ -45,6 +45,14 @@ RULES: tuple[Rule, ...] = (
     job.update_overflow,
 )
 
+OUTRANKS: dict[Rule, tuple[Rule, ...]] = {
+    # what a row of the operator table knows of the numbers says more than how large they were
+    domain.edge_of_domain: (numbers.overflow,),
+    # the row that is masked whole says more than that a mask's -inf was taken in
+    numbers.masked_row: (outside.mask_taken_in,),
+}
+"""Which rules may have an answer, too, where one speaks; of all others at most one answers to the values of a trace."""
+
 REASON_KINDS = (
     "hyper-parameter", "not reproduced", "overflow in the reduce", "update overflow", "state", "bad input",
     "uninitialised memory", "masked row", "where trap", "edge of domain", "division by zero", "empty reduction",
@@ -67,4 +75,4 @@ def reason_for(facts: TraceFacts) -> Reason:
     return Reason("unknown", f"{op.operator} made it in {at(op)}; no rule says why")
 
 
-__all__ = ["REASON_KINDS", "RULES", "Reason", "TraceFacts", "reason_for"]
+__all__ = ["OUTRANKS", "REASON_KINDS", "RULES", "Reason", "TraceFacts", "reason_for"]

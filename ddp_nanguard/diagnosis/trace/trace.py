@@ -269,7 +269,9 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             event.category = EventCategory.CONSTANT
         elif SEVERITY[kind] > SEVERITY[worst]:
             event.category = EventCategory.PRODUCED
-        bad = [original for (original, _), k in zip(sources, kinds, strict=True) if k == worst and worst is not None]
+        # of a selection the worst may have stayed behind
+        taken = kind if event.category is EventCategory.PROPAGATED and kind in kinds else worst
+        bad = [original for (original, _), k in zip(sources, kinds, strict=True) if k == taken and taken is not None]
         if event.category is EventCategory.CONSTANT:
             written = [kind] if operator.is_literal else kinds_of(numbers)
             bad = [self._read[k] for k in written if k in self._read]
