@@ -124,7 +124,7 @@ def forward_of_two_numbers() -> Iterable[Example]:
 
 def reductions_layers_and_losses() -> Iterable[Example]:
     empty, one = (torch.ones(0, 3),), (torch.ones(1, 3),)
-    shape = ", of shape (0, 3)"
+    shape = ", of a tensor of shape (0, 3)"
     yield Example("mean over nothing", "mean", lambda x: x.mean(), empty, one, shape)
     yield Example("median over nothing", "median", lambda x: x.median(), empty, one, shape)
     for name, loss in (("mse_loss", F.mse_loss), ("smooth_l1_loss", F.smooth_l1_loss), ("huber_loss", F.huber_loss),
@@ -135,7 +135,7 @@ def reductions_layers_and_losses() -> Iterable[Example]:
     call = lambda x: torch.segment_reduce(x, "mean", lengths=T([2, 0, 1]))  # noqa: E731
     said = "segment_reduce over an empty segment"
     yield Example(said, "segment_reduce", call, (torch.ones(3),), (), ": segment 1")
-    yield Example("no alignment exists", "_ctc_loss", ctc, (T([[1.0, 1.0]]).expand(3, 2).clone(),),
+    yield Example("no CTC alignment exists", "_ctc_loss", ctc, (T([[1.0, 1.0]]).expand(3, 2).clone(),),
                   (torch.ones(5, 2),), ": sample 1 needs 5 frames for 3 labels and has 3")  # fmt: skip
     rows = (T([[1.0, 2.0], [3.0, 3.0]]),)
     near = (T([[1.0, 2.0], [3.0, 3.5]]),)
@@ -162,7 +162,7 @@ def ctc(x: Tensor) -> Tensor:
 def matrices() -> Iterable[Example]:
     bad, good = (T([REGULAR, SINGULAR]),), (T([REGULAR, REGULAR]),)
     no_inverse = "a singular matrix has no inverse"
-    determinant = "the logarithm of a determinant of 0: the matrix is singular"
+    determinant = "log of the determinant of a singular matrix"
     yield Example(determinant, "_linalg_slogdet", lambda a: torch.linalg.slogdet(a)[1], bad, good, ": matrix 1")
     yield Example(determinant, "_linalg_slogdet", torch.logdet, (T(SINGULAR),), (T(REGULAR),))
     yield Example(no_inverse, "linalg_inv_ex", lambda a: torch.linalg.inv_ex(a)[0], bad, good, ": matrix 1")

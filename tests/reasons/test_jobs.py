@@ -151,6 +151,46 @@ def test_an_eps_that_is_zero_in_half_precision(keep: bool, tmp_path: Path) -> No
     assert bool(found.obstacle) is not keep
 
 
+class ByHand(torch.optim.Optimizer):
+    """An optimizer of the user's, whose update goes wrong while every gradient is finite."""
+
+    def __init__(self, parameters: Any, formula: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+        self.formula = formula
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch's own has two
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                state["power"] = torch.full((), 1e-30)
+            parameter.sub_(self.formula(parameter.grad, state))
+
+
+def debiased(gradient: Tensor, state: Any) -> Tensor:
+    state["power"] *= 1e-30  # <power>
+    return gradient / state["power"]
+
+
+UPDATES = {
+    "a power that underflows": (debiased, "division by zero", ": the divisor, a.weight.power, is 0: it underflowed in float32 in "),
+    "a logarithm": (lambda g, _: (g * 0).log(), "edge of domain", "log of 0 in `(g * 0).log()`"),
+    "a root": (lambda g, _: (-g.abs() - 1).sqrt(), "edge of domain", "sqrt of a negative number in `(-g.abs() - 1).sqrt()`"),
+    "a norm": (lambda g, _: (g * 0) / (g * 0).norm(), "division by zero", ": the divisor, a norm over all 16 elements, is 0"),
+    "half precision": (lambda g, _: (g * 0 + 300).half() ** 2, "overflow", "float16 overflow in `(g * 0 + 300).half() ** 2`"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_an_update_by_hand_says_what_went_wrong_in_it(name: str, tmp_path: Path) -> None:
+    formula, kind, said = UPDATES[name]
+    job = inline_code(torch.tanh, optimizer=lambda parameters: ByHand(parameters, formula))
+    job.batches, job.options = [batch(), batch()], {"keep_previous": True}
+    found = diagnosed(job, tmp_path)
+    assert found.reason.kind == kind
+    assert said in found.reason.sentence
+
+
 def test_a_learning_rate_that_is_no_number(tmp_path: Path) -> None:
     def spoil(model: Any, optimizer: Any, index: int) -> None:
         optimizer.param_groups[0]["lr"] = math.nan

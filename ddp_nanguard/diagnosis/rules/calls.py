@@ -113,7 +113,7 @@ def within(base: str, test: Test) -> Test:
 def is_empty(event: Event, _: Tensor) -> str | None:
     """A reduction over no elements."""
     value = operand(event, 0)
-    return f", of shape {tuple(value.shape)}" if isinstance(value, Tensor) and value.numel() == 0 else None
+    return f", of a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) and value.numel() == 0 else None
 
 
 def constant_row(event: Event, mask: Tensor) -> str | None:

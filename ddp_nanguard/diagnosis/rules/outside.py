@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ddp_nanguard.diagnosis.trace.events import Event, EventCategory
 from ddp_nanguard.report.types import Phase
-from ddp_nanguard.report.wording import KIND_WORDS
+from ddp_nanguard.report.wording import KIND_WORDS, listed
 from ddp_nanguard.tensors.batch import batch_arrays, batch_leaves, batch_tensors, nonfinite
 from ddp_nanguard.tensors.containers import path_text
 
@@ -124,14 +124,31 @@ def mask_taken_in(facts: TraceFacts) -> Reason | None:
         return None
     chain = _chain(facts, op)
     mask = chain[-1]
-    where = f", which {'the code writes' if mask.category is EventCategory.CONSTANT else 'comes'} in {at(mask)}"
+    written = f", which {'the code writes' if mask.category is EventCategory.CONSTANT else 'comes'} in {at(mask)}"
+    written = written if mask is not op else ""
+    labels = _masked_labels(op)
+    if labels:
+        return Reason("constant", f"{labels} in {at(op)}: the log-probability is -Inf{written}")
     if _sums_log_probabilities(chain):
         sentence = (
             f"{at(op)} sums the log-probabilities of all classes, as label smoothing does, and those of masked classes "
-            f"are -Inf{where}"
+            f"are -Inf{written}; mask with a finite number, or do not smooth over masked classes"
         )
-        return Reason("constant", f"{sentence}; mask with a finite number, or do not smooth over masked classes")
-    return Reason("constant", f"{at(op)} makes {KIND_WORDS[op.kind]} of a mask's -Inf{where if mask is not op else ''}")
+        return Reason("constant", sentence)
+    return Reason("constant", f"{at(op)} makes {KIND_WORDS[op.kind]} of a mask's -Inf{written}")
+
+
+def _masked_labels(op: Event) -> str:
+    """The samples whose own class is masked, and the class of the first; "" where the loss is none of labels."""
+    scores, labels = argument(op, "self"), argument(op, "target")
+    if not op.base.startswith("nll_loss") or not isinstance(scores, Tensor) or not isinstance(labels, Tensor):
+        return ""
+    known = (labels >= 0) & (labels < scores.shape[-1]) if scores.dim() == 2 else None
+    if known is None:
+        return ""
+    own = scores.gather(1, labels.clamp(0, scores.shape[1] - 1)[:, None])[:, 0]
+    rows = (torch.isneginf(own) & known).nonzero().reshape(-1).tolist()
+    return f"the label of sample {listed(rows, 3)}, class {int(labels[rows[0]])}, is masked" if rows else ""
 
 
 def _chain(facts: TraceFacts, op: Event) -> list[Event]:
@@ -144,8 +161,11 @@ def _chain(facts: TraceFacts, op: Event) -> list[Event]:
 
 
 def _sums_log_probabilities(chain: list[Event]) -> bool:
-    own = [event.base for event in chain if event.line == chain[0].line]
-    return "sum" in own and "_log_softmax" in own[own.index("sum") :]
+    """Whether the way of the -Inf goes through a sum of what a log-softmax gave, at most weighted in between."""
+    own = [event.base for event in chain]
+    if "sum" not in own or "_log_softmax" not in own[own.index("sum") :]:
+        return False
+    return set(own[own.index("sum") + 1 : own.index("_log_softmax")]) <= {"mul", "neg", "div"}
 
 
 def unnamed(facts: TraceFacts) -> Reason | None:

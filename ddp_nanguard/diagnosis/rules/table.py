@@ -123,7 +123,7 @@ ROWS: tuple[Row, ...] = (
         "give it an initial value"),
     Row(SOFTMAX, FORWARD, "every score of a softmax row is -inf", None, "masked row"),
     # -- losses and layers, forward ------------------------------------------------------------------------------------
-    Row(("_ctc_loss", "_cudnn_ctc_loss"), FORWARD, "no alignment exists", calls.cannot_align,
+    Row(("_ctc_loss", "_cudnn_ctc_loss"), FORWARD, "no CTC alignment exists", calls.cannot_align,
         remedy="give it longer inputs or zero_infinity=True"),
     Row(("native_layer_norm", "native_group_norm"), FORWARD,
         "normalization of values that are all equal, with an eps of 0", calls.constant_row, "division by zero",
@@ -133,7 +133,7 @@ ROWS: tuple[Row, ...] = (
     Row(("_weight_norm_interface",), FORWARD, "weight norm of a weight that is 0", calls.zero_weight,
         "division by zero"),
     # -- matrices, forward ---------------------------------------------------------------------------------------------
-    Row(("_linalg_slogdet",), FORWARD, "the logarithm of a determinant of 0: the matrix is singular",
+    Row(("_linalg_slogdet",), FORWARD, "log of the determinant of a singular matrix",
         calls.singular_matrix),
     Row(("linalg_inv_ex", "_linalg_solve_ex"), FORWARD, "a singular matrix has no inverse", calls.singular_matrix),
     Row(("linalg_solve_triangular",), FORWARD, "a triangular matrix with 0 on its diagonal has no inverse",
