@@ -168,17 +168,22 @@ class ByHand(torch.optim.Optimizer):
 
 
 def debiased(gradient: Tensor, state: Any) -> Tensor:
-    state["power"] *= 1e-30  # <power>
+    state["power"] *= 1e-30
     return gradient / state["power"]
 
 
-UPDATES = {
-    "a power that underflows": (debiased, "division by zero", ": the divisor, a.weight.power, is 0: it underflowed in float32 in "),
+UNDERFLOWED = ': the divisor, a.weight.power, is 0: it underflowed in float32 in `state["power"] *= 1e-30`'
+UPDATES: dict[str, tuple[Any, str, str]] = {
+    "a power that underflows": (debiased, "division by zero", UNDERFLOWED),
     "a logarithm": (lambda g, _: (g * 0).log(), "edge of domain", "log of 0 in `(g * 0).log()`"),
-    "a root": (lambda g, _: (-g.abs() - 1).sqrt(), "edge of domain", "sqrt of a negative number in `(-g.abs() - 1).sqrt()`"),
-    "a norm": (lambda g, _: (g * 0) / (g * 0).norm(), "division by zero", ": the divisor, a norm over all 16 elements, is 0"),
-    "half precision": (lambda g, _: (g * 0 + 300).half() ** 2, "overflow", "float16 overflow in `(g * 0 + 300).half() ** 2`"),
-}  # fmt: skip
+    "a root": (lambda g, _: (-g.abs() - 1).sqrt(), "edge of domain", "sqrt of a negative number in"),
+    "a norm": (
+        lambda g, _: (g * 0) / (g * 0).norm(),
+        "division by zero",
+        ": the divisor, a norm over all 16 elements,",
+    ),
+    "half precision": (lambda g, _: (g * 0 + 300).half() ** 2, "overflow", "float16 overflow in"),
+}
 
 
 @pytest.mark.parametrize("name", UPDATES)
