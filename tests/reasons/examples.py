@@ -295,9 +295,8 @@ def asked_by_rules() -> Iterable[Example]:
     for name, softmax in (("_softmax", torch.softmax), ("_log_softmax", torch.log_softmax)):
         masked = lambda x, m, f=softmax: f(x.masked_fill(m > 0, -math.inf), -1)  # noqa: E731
         said = "every score of a softmax row is -inf"
-        yield Example(
-            said, name, masked, (ONES[..., 0], T([[0.0, 1.0], [1.0, 1.0]])), (ONES[..., 0], T([[0.0, 1.0], [1.0, 0.0]]))
-        )
+        rows = T([[0.0, 1.0], [1.0, 1.0]]), T([[0.0, 1.0], [1.0, 0.0]])
+        yield Example(said, name, masked, (ONES[..., 0], rows[0]), (ONES[..., 0], rows[1]), ": row 1")
     yield from overflows()
 
 
@@ -316,7 +315,16 @@ def overflows() -> Iterable[Example]:
         ("dot", lambda x: x.dot(x), 1e20, 1e18), ("addcmul", lambda x: torch.addcmul(x, x, x), 1e20, 1e18),
         ("linalg_vector_norm", lambda x: torch.linalg.vector_norm(x, 4), 1e13, 1e8),
     ):  # fmt: skip
-        yield Example("float32 overflow", name, function, (two(2.0, bad),), (two(2.0, good),))
+        whole = name in {"sum", "prod", "dot", "linalg_vector_norm"}
+        place = "" if whole else ", at index 3" if name in {"cumsum", "cumprod"} else ", at index 1"
+        yield Example(
+            "float32 overflow",
+            name,
+            function,
+            (two(2.0, bad),),
+            (two(2.0, good),),
+            f"{place}: it stays finite in float64",
+        )
     large, small = (torch.full((2, 2), 300.0),), (torch.full((2, 2), 30.0),)
     for name, function in (
         ("mm", lambda x: x.half() @ x.half()), ("bmm", lambda x: x.half()[None] @ x.half()[None]),

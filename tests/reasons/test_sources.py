@@ -178,7 +178,7 @@ def test_an_infinity_that_a_loss_holds() -> None:
     assert kind == "constant"
     assert sentence.startswith("`F.cross_entropy(x, CLASSES, WEIGHT)` (test_sources.py:")
     assert sentence.partition("takes in ")[2] == (
-        "NaN by its argument `weight`, at index 1: a tensor that no operator of the step made and that is no parameter, "
-        "buffer or batch item"
+        "NaN by its argument `weight`, at index 1: a tensor that no operator of the step made and that is no "
+        "parameter, buffer or batch item"
     )
     assert " takes in +Inf by its argument `other`, at index 1" in said(lambda x: (x * WEIGHT).sum(), ONES)[1]

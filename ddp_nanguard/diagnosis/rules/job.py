@@ -69,11 +69,13 @@ def vanishing_eps(facts: TraceFacts) -> Reason | None:
     """Finite gradients, non-finite weights: an eps that is 0 in the dtype, or beside a second moment of 0."""
     op, slot = facts.first_nonfinite_op, _updated(facts)
     found = why.update_overflow(facts)
-    if found is not None or op is None or slot is None or op.base != "addcdiv":
+    if op is None or op.base.startswith("_fused"):  # whose divisor is inside of the kernel
         return found
-    mask = hits(op)
-    if mask is None or not all_at_hits(argument(op, "tensor2"), mask, is_zero):
+    mask, divisor = hits(op), argument(op, "tensor2" if op.base == "addcdiv" else "other")
+    if slot is None or mask is None or op.base not in {"addcdiv", "div"} or not all_at_hits(divisor, mask, is_zero):
         return None
+    if found is not None or op.base == "div":
+        return found
     return Reason("update overflow", f"the update of {slot} divides by zero: {op.operator}, eps is too small")
 
 

@@ -12,7 +12,7 @@ from ddp_nanguard.diagnosis.trace.events import Event, EventCategory, quick_kind
 from ddp_nanguard.diagnosis.trace.operators import Operators, named_arguments, tensors_of
 from ddp_nanguard.report.wording import listed
 
-from .facts import Reason, TraceFacts, all_at_hits, at, hits, operand
+from .facts import Reason, TraceFacts, all_at_hits, at, hits, operand, place_of
 from .table import GROWS, SOFTMAX, VARIANCES
 
 OPERATORS = Operators()
@@ -25,8 +25,16 @@ def masked_row(facts: TraceFacts) -> Reason | None:
             continue
         rows = _masked_rows(event)
         if rows:
-            return Reason("masked row", f"every score of a softmax row is -inf in {at(event)}", _masked(rows, facts))
+            which = f": row{'s' if len(rows) > 1 else ''} {listed(rows, 3)}" if len(rows) < _num_rows(event) else ""
+            sentence = f"every score of a softmax row is -inf in {at(event)}{which}"
+            return Reason("masked row", sentence, _masked(rows, facts))
     return None
+
+
+def _num_rows(event: Event) -> int:
+    assert event.made is not None
+    scores, dim = event.made.output, operand(event, 1)
+    return scores.numel() // max(scores.shape[dim if isinstance(dim, int) else -1], 1)
 
 
 def _masked(rows: list[Any], facts: TraceFacts) -> tuple[str, ...]:
@@ -122,7 +130,9 @@ def overflow(facts: TraceFacts) -> Reason | None:
     else:
         verdict = "it overflows in float64 too"
         evidence.append(limit)
-    return Reason("overflow", f"{dtype} overflow in {at(op)}: {verdict}", tuple(evidence))
+    mask = hits(op)
+    place = place_of(mask) if mask is not None else ""
+    return Reason("overflow", f"{dtype} overflow in {at(op)}{place}: {verdict}", tuple(evidence))
 
 
 def is_overflow(event: Event) -> bool:

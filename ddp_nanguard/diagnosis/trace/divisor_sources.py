@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from .operators import Operator, tensors_of
 from .source_lines import CodeLocation, SourceLine
@@ -143,8 +144,10 @@ class DivisorSources:
         result: Tensor,
         spot: CodeLocation | None,
     ) -> DivisorSource:
-        """The source, with the elements that have just underflowed."""
-        if operator.base not in _SHRINKS or not result.is_floating_point():
+        """The source, with the elements that have just underflowed. Host sync: one, of results that are followed."""
+        # asking for a value of a distributed tensor would communicate
+        is_local = all(type(each) in (Tensor, Parameter) for each in tensors_of([value for _, _, value in given]))
+        if operator.base not in _SHRINKS or not is_local or not result.is_floating_point():
             return source
         zeros = result.detach() == 0
         for _, _, value in given[:1] if operator.base in {"pow", "div", "_to_copy"} else given[:2]:

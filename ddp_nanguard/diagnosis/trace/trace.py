@@ -111,7 +111,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         self.was_compiled = False
         self.on_event: Callable[[Event, FrameType], None] | None = None
         self.memory = StorageTracker()
-        self.origins = DivisorSources(self.memory.name_of)
+        self.origins = DivisorSources(self.memory.kept_name_of)
         self.divisor_origins: dict[int, DivisorSource] = {}
         self.bad_communication: str | None = None
         self.micro_batch: int | None = None
