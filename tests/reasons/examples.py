@@ -129,11 +129,14 @@ def reductions_layers_and_losses() -> Iterable[Example]:
     yield Example("median over nothing", "median", lambda x: x.median(), empty, one, shape)
     for name, loss in (("mse_loss", F.mse_loss), ("smooth_l1_loss", F.smooth_l1_loss), ("huber_loss", F.huber_loss),
                        ("binary_cross_entropy", F.binary_cross_entropy),
+                       ("binary_cross_entropy_with_logits", F.binary_cross_entropy_with_logits),
                        ("soft_margin_loss", F.soft_margin_loss)):  # fmt: skip
         call = lambda x, f=loss: f(x, torch.ones_like(x))  # noqa: E731
         yield Example(f"{name} over nothing", name, call, empty, one, shape)
     call = lambda x: torch.segment_reduce(x, "mean", lengths=T([2, 0, 1]))  # noqa: E731
     said = "segment_reduce over an empty segment"
+    yield Example(said, "segment_reduce", call, (torch.ones(3),), (), ": segment 1")
+    call = lambda x: torch.segment_reduce(x, "max", offsets=T([0, 2, 2, 3]))  # noqa: E731
     yield Example(said, "segment_reduce", call, (torch.ones(3),), (), ": segment 1")
     yield Example("no CTC alignment exists", "_ctc_loss", ctc, (T([[1.0, 1.0]]).expand(3, 2).clone(),),
                   (torch.ones(5, 2),), ": sample 1 needs 5 frames for 3 labels and has 3")  # fmt: skip
@@ -204,6 +207,9 @@ def derivatives_of_functions() -> Iterable[Example]:
         (1.0, 0.0),
         (1.0, 0.1),
     )
+    power = lambda x: x ** T([2.0, 0.5])  # noqa: E731
+    said = "the derivative of a power below 1 at 0 is infinite"
+    yield Example(said, "Pow", power, (two(3.0, 0.0),), (two(3.0, 0.1),), ", at index 1")
     negative = "the derivative of a power by its exponent has no value for a negative base"
     yield at_two("Pow", negative, torch.pow, (-1.0, 2.0), (1.0, 2.0))
     yield at_two("Atan2", "the derivative of atan2 at (0, 0) does not exist", torch.atan2, (0.0, 0.0), (0.0, 1.0))
@@ -236,6 +242,12 @@ def derivatives_of_decompositions() -> Iterable[Example]:
     rest = ": eigenvalues 1 and 2 of matrix 1"
     yield Example(said, "LinalgEigh", lambda a: torch.linalg.eigh(a)[1][..., 0].abs(), pair, apart, rest)
     yield Example(said, "LinalgEig", lambda a: torch.linalg.eig(a)[1].abs(), pair, apart, rest)
+    said = "the derivative of eigenvectors overflows at nearly equal eigenvalues"
+    near = (symmetric * 1e-40, symmetric)
+    call = lambda a: (torch.linalg.eigh(a)[1] * torch.arange(9.0).reshape(3, 3)).sum()  # noqa: E731
+    yield Example(said, "LinalgEigh", call, near[:1], near[1:], ": eigenvalues 0 and 1 differ by 1e-40")
+    call = lambda a: (torch.linalg.eig(a)[1].abs() ** 2 * torch.arange(9.0).reshape(3, 3)).sum()  # noqa: E731
+    yield Example(said, "LinalgEig", call, near[:1], near[1:], ": eigenvalues 0 and 1 differ by 1e-40")
     said = "the derivative of singular vectors does not exist where singular values have equal squares"
     rest = ": singular values 0 and 1 of matrix 1"
     svd = lambda a: torch.linalg.svd(a)[0] @ torch.linalg.svd(a)[2]  # noqa: E731
@@ -297,6 +309,12 @@ def asked_by_rules() -> Iterable[Example]:
         said = "every score of a softmax row is -inf"
         rows = T([[0.0, 1.0], [1.0, 1.0]]), T([[0.0, 1.0], [1.0, 0.0]])
         yield Example(said, name, masked, (ONES[..., 0], rows[0]), (ONES[..., 0], rows[1]), ": row 1")
+    soft = lambda x, y: F.cross_entropy(x.masked_fill(T([[False, True]]), -math.inf), y.detach())  # noqa: E731
+    given = (ONES[..., 0], T([[1.0, 0.0], [1.0, 0.0]]))
+    yield Example("0 times infinity", "mul", soft, given, (ONES[..., 0], T([[0.5, 0.5], [0.5, 0.5]])))
+    trap = lambda x: torch.where(x > 0, x.sqrt(), x)  # noqa: E731
+    said = "the `where` trap: `x.sqrt()`"
+    yield Example(said, "Sqrt", trap, (two(1.0, 0.0),), (two(1.0, 0.5),))
     yield from overflows()
 
 

@@ -34,7 +34,7 @@ def seen(number: int) -> TraceFacts:
 def test_a_row_is_said_where_it_holds(number: int) -> None:
     example = EXAMPLES[number]
     sentence = reason_for(seen(number)).sentence
-    assert sentence.startswith((f"{example.said} in `", f"{example.said}: `"))
+    assert sentence.startswith((f"{example.said} in `", f"{example.said}: `", f"{example.said} ("))
     place, _, end = sentence.partition(")" + example.rest) if example.rest else (sentence, "", "")
     remedies = {row.remedy for row in ROWS if row.said == example.said and row.remedy}
     assert example.rest in sentence and place.count("(examples.py:") + place.count("(tracing.py:") == 1, sentence

@@ -48,6 +48,11 @@ RULES: tuple[Rule, ...] = (
 OUTRANKS: dict[Rule, tuple[Rule, ...]] = {
     # what a row of the operator table knows of the numbers says more than how large they were
     domain.edge_of_domain: (numbers.overflow,),
+    domain.edge_of_derivative: (numbers.overflow,),
+    # that a branch is not taken says more than that its derivative is infinite
+    domain.where_trap: (domain.edge_of_derivative,),
+    # the two factors say more than that a mask's -inf was taken in
+    division.zero_times_infinity: (outside.mask_taken_in,),
     # the row that is masked whole says more than that a mask's -inf was taken in
     numbers.masked_row: (outside.mask_taken_in,),
 }

@@ -165,7 +165,8 @@ def zero_weight(event: Event, mask: Tensor) -> str | None:
 
 def empty_segment(event: Event, mask: Tensor) -> str | None:
     """A segment without any element."""
-    lengths, axis = argument(event, "lengths"), argument(event, "axis")
+    lengths, offsets, axis = (argument(event, name) for name in ("lengths", "offsets", "axis"))
+    lengths = offsets.diff() if isinstance(offsets, Tensor) else lengths
     if not isinstance(lengths, Tensor) or axis != 0 or lengths.dim() != 1 or len(lengths) != mask.shape[0]:
         return None
     is_hit = mask.reshape(len(lengths), -1).any(1)
@@ -203,6 +204,21 @@ def equal_values(noun: str) -> Test:
             return None
         *matrix, one, other = mask.nonzero()[0].tolist()
         return f": {noun} {min(one, other)} and {max(one, other)}{_matrix(matrix)}"
+
+    return holds
+
+
+def nearly_equal_values(noun: str) -> Test:
+    """As `equal_values`, but the difference is a number so small that the division by it overflows."""
+
+    def holds(event: Event, mask: Tensor) -> str | None:
+        gaps = operand(event, 1)
+        is_square = isinstance(gaps, Tensor) and gaps.dim() >= 2 and gaps.shape[-1] == gaps.shape[-2] > 1
+        if event.base != "div" or not is_square or not all_at_hits(gaps, mask, lambda x: (x != 0) & (x.abs() < 1e-30)):
+            return None
+        *matrix, one, other = index = mask.nonzero()[0].tolist()
+        gap = gaps.expand(mask.shape)[tuple(index)].abs().item()
+        return f": {noun} {min(one, other)} and {max(one, other)}{_matrix(matrix)} differ by {gap:.3g}"
 
     return holds
 

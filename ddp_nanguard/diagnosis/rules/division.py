@@ -31,7 +31,7 @@ def division_by_zero(facts: TraceFacts) -> Reason | None:
     if op is None or is_derivative(op) or not is_division_by_zero(op):
         return None
     divisor = operand(op, 0 if op.base == "reciprocal" else 1)
-    what = "0/0" if op.kind == "nan" and op.base not in {"remainder", "fmod"} else "x/0"
+    what = "0/0" if op.kind == "nan" and op.base not in {"remainder", "fmod", "reciprocal"} else "x/0"
     origin = _origin(facts, op, divisor)
     reduction = next((part for part in origin.parts if isinstance(part, Reduction)), None) if origin else None
     text = f"the divisor{_described(facts, op, origin)} is 0{_zeros(divisor)}"
@@ -53,8 +53,9 @@ def _described(facts: TraceFacts, op: Event, origin: DivisorSource | None) -> st
         return f", {own},"
     if origin is None:
         return ""
-    parts = [part if isinstance(part, str) else f"a {_noun(facts, part)}" for part in origin.parts]
-    if len(parts) == 1 and isinstance(origin.parts[0], Reduction):
+    texts = [part if isinstance(part, str) else f"a {_noun(facts, part)}" for part in origin.parts]
+    parts = list(dict.fromkeys(texts))
+    if len(origin.parts) == 1 and isinstance(origin.parts[0], Reduction):
         return f", {parts[0]},"
     return f", computed from {' and '.join(parts)},"
 

@@ -61,7 +61,10 @@ FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 LOGARITHMS = ("log", "log2", "log10")
 SOFTMAX = ("_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax")
 VARIANCES = ("var", "std", "var_mean", "std_mean")
-ELEMENTWISE_LOSSES = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss")
+ELEMENTWISE_LOSSES = (
+    "mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
+    "soft_margin_loss",
+)  # fmt: skip
 GROWS = (
     "exp", "exp2", "expm1", "sinh", "cosh", "pow", "square", "mul", "div", "add", "sub", "addcmul", "addcdiv", "ldexp",
     "hypot", "sum", "mean", "cumsum", "prod", "cumprod", "mm", "bmm", "addmm", "baddbmm", "addmv", "mv", "dot",
@@ -175,6 +178,8 @@ ROWS: tuple[Row, ...] = (
     # -- derivatives of decompositions ---------------------------------------------------------------------------------
     Row(("LinalgEigh", "LinalgEig"), BACKWARD, "the derivative of eigenvectors does not exist at equal eigenvalues",
         calls.equal_values("eigenvalues"), remedy="a small diagonal of distinct numbers breaks the tie"),
+    Row(("LinalgEigh", "LinalgEig"), BACKWARD, "the derivative of eigenvectors overflows at nearly equal eigenvalues",
+        calls.nearly_equal_values("eigenvalues"), remedy="a small diagonal of distinct numbers sets them apart"),
     Row(("LinalgSvd",), BACKWARD, "the derivative of singular vectors does not exist where singular values have equal "
         "squares", calls.equal_values("singular values"), remedy="a little noise breaks the tie"),
     Row(("LinalgSvd",), BACKWARD, "the derivative of singular vectors does not exist at a singular value of 0",
