@@ -343,6 +343,8 @@ def overflows() -> Iterable[Example]:
             (two(2.0, good),),
             f"{place}: it stays finite in float64",
         )
+    said, exponential = "float32 overflow", torch.linalg.matrix_exp
+    yield Example(said, "linalg_matrix_exp", exponential, (torch.full((1, 1), 90.0),), (torch.full((1, 1), 80.0),))
     large, small = (torch.full((2, 2), 300.0),), (torch.full((2, 2), 30.0),)
     for name, function in (
         ("mm", lambda x: x.half() @ x.half()), ("bmm", lambda x: x.half()[None] @ x.half()[None]),

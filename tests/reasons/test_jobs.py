@@ -163,16 +163,16 @@ class ByHand(torch.optim.Optimizer):
         for parameter in self.param_groups[0]["params"]:
             state = self.state[parameter]
             if not state:
-                state["power"] = torch.full((), 1e-30)
+                state["power"] = torch.ones(())
             parameter.sub_(self.formula(parameter.grad, state))
 
 
 def debiased(gradient: Tensor, state: Any) -> Tensor:
-    state["power"] *= 1e-30
-    return gradient / state["power"]
+    state["power"] *= 1e-25
+    return gradient / state["power"] if state["power"] < 1e-30 else gradient
 
 
-UNDERFLOWED = ': the divisor, a.weight.power, is 0: it underflowed in float32 in `state["power"] *= 1e-30`'
+UNDERFLOWED = ': the divisor, a.weight.power, is 0: it underflowed in float32 in `state["power"] *= 1e-25`'
 UPDATES: dict[str, tuple[Any, str, str]] = {
     "a power that underflows": (debiased, "division by zero", UNDERFLOWED),
     "a logarithm": (lambda g, _: (g * 0).log(), "edge of domain", "log of 0 in `(g * 0).log()`"),
