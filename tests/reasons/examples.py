@@ -153,8 +153,9 @@ def reductions_layers_and_losses() -> Iterable[Example]:
         variance, "native_batch_norm", norm, (given, two(1.0, 0.0)), (given, two(1.0, 1e-5)), ": channel 1, such as 0"
     )
     weight = lambda v: torch._weight_norm(v, torch.ones(2, 1), 0)  # noqa: E731
-    zero = "weight norm of a weight that is 0"
+    zero = "weight norm of a weight whose norm is 0"
     yield Example(zero, "_weight_norm_interface", weight, (T([[1.0, 2.0], [0.0, 0.0]]),), near, ": row 1")
+    yield Example(zero, "_weight_norm_interface", weight, (T([[1.0, 2.0], [1e-30, 0.0]]),), near, ": row 1")
 
 
 def ctc(x: Tensor) -> Tensor:
@@ -287,6 +288,8 @@ def asked_by_rules() -> Iterable[Example]:
     )
     yield Example("0/0", "div", lambda a: a / a.detach().sum(0), (torch.zeros(3),), (torch.ones(3),),
                   ": the divisor, a sum over dim 0, is 0")  # fmt: skip
+    for number in (lambda a: a / 0.0, lambda a: a % 0.0):
+        yield Example("x/0", "div", number, (two(1.0, 3.0),), (), ": the divisor is 0")
     each = lambda a: torch._foreach_div([torch.ones(1), a], [a[:1], a.detach()])  # noqa: E731
     yield Example("0/0", "div", each, (two(1.0, 0.0),), (two(1.0, 0.5),), ": the divisor, p0, is 0 at index 1")
     yield Example("0 times infinity", "mul", lambda a: a.detach() * math.inf + a, (two(1.0, 0.0),), (two(1.0, 0.5),))

@@ -170,6 +170,13 @@ def test_a_mask_that_becomes_something_worse() -> None:
     assert " makes +Inf of a mask's -Inf, which the code writes in " in sentence
 
 
+def test_a_mask_that_the_model_holds() -> None:
+    mask = torch.tensor([0.0, 0.0, -math.inf])
+    said_of = lambda x, m: F.cross_entropy(x + m.detach(), CLASSES, label_smoothing=0.1)  # noqa: E731
+    kind, sentence = said(said_of, ONES, mask)
+    assert (kind, sentence.partition(", which ")[2].partition(";")[0]) == ("constant", "p1 holds")
+
+
 WEIGHT = torch.tensor([1.0, math.inf, 1.0])
 
 

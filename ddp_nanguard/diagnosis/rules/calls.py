@@ -154,12 +154,12 @@ def no_variance(event: Event, mask: Tensor) -> str | None:
 
 
 def zero_weight(event: Event, mask: Tensor) -> str | None:
-    """A weight norm over values that are all 0."""
+    """A weight norm over values whose squares add up to 0."""
     value, dim = argument(event, "v"), argument(event, "dim")
-    if not isinstance(value, Tensor) or value.shape != mask.shape or not value.dim():
+    if not isinstance(value, Tensor) or value.shape != mask.shape or value.dim() < 2:
         return None
-    is_hit = mask.transpose(0, dim).flatten(1).any(1) if value.dim() > 1 else mask
-    is_bad = ~value.transpose(0, dim).flatten(1).any(1) if value.dim() > 1 else value == 0
+    is_hit = mask.transpose(0, dim).flatten(1).any(1)
+    is_bad = value.square().transpose(0, dim).flatten(1).sum(1) == 0
     return _rows(is_hit) if bool((is_bad | ~is_hit).all()) else None
 
 

@@ -33,11 +33,12 @@ def division_by_zero(facts: TraceFacts) -> Reason | None:
     divisor = operand(op, 0 if op.base == "reciprocal" else 1)
     what = "0/0" if op.kind == "nan" and op.base not in {"remainder", "fmod", "reciprocal"} else "x/0"
     origin = _origin(facts, op, divisor)
-    reduction = next((part for part in origin.parts if isinstance(part, Reduction)), None) if origin else None
+    parts = origin.parts if origin is not None else ()
+    reduction = next((part for part in parts if isinstance(part, Reduction)), None)
     text = f"the divisor{_described(facts, op, origin)} is 0{_zeros(divisor)}"
     evidence = [f"{op.num_hit} of {op.output.numel} elements" if op.output is not None else ""]
     evidence += [_origin_text(reduction)] if reduction is not None else []
-    absent = _absent(facts, divisor, reduction) if reduction is not None and len(origin.parts) == 1 else None
+    absent = _absent(facts, divisor, reduction) if reduction is not None and len(parts) == 1 else None
     if absent is not None:
         text += f": {absent[0]}"
         evidence.append(absent[1])
@@ -48,7 +49,8 @@ def division_by_zero(facts: TraceFacts) -> Reason | None:
 
 def _described(facts: TraceFacts, op: Event, origin: DivisorSource | None) -> str:
     """What the divisor is, between commas: named memory, or what it was computed from; "" where that is not known."""
-    own = op.inputs[-1].name if op.inputs else None
+    is_number = not isinstance(operand(op, 0 if op.base == "reciprocal" else 1), Tensor)
+    own = None if is_number or not op.inputs else op.inputs[-1].name
     if own:
         return f", {own},"
     if origin is None:

@@ -143,12 +143,16 @@ def is_overflow(event: Event) -> bool:
         or any(o.kind is not None for o in event.inputs)
     ):
         return False
-    stays_finite = _again(event, torch.float64) is not None
+    wide = _again(event, torch.float64)
+    dtype = event.made.output.dtype
+    limit = torch.finfo(dtype).max
     largest = max((abs(v) for o in event.inputs for v in (o.minimum, o.maximum) if v is not None), default=0.0)
+    if wide is None:
+        return event.kind != "nan" and event.base in GROWS and largest > 1 and not _divides_by_zero(event)
     if event.kind == "nan":  # inside a fused kernel, if anything
-        dtype = event.made.output.dtype
-        return stays_finite and dtype.is_floating_point and largest >= math.sqrt(torch.finfo(dtype).max)
-    return stays_finite or (event.base in GROWS and largest > 1 and not _divides_by_zero(event))
+        return dtype.is_floating_point and largest >= math.sqrt(limit)
+    # what is smaller in float64 overflowed on the way: in a square or a fourth power; else something became 0 there
+    return wide > limit or largest >= limit**0.25
 
 
 def _divides_by_zero(event: Event) -> bool:

@@ -124,8 +124,7 @@ def mask_taken_in(facts: TraceFacts) -> Reason | None:
         return None
     chain = _chain(facts, op)
     mask = chain[-1]
-    written = f", which {'the code writes' if mask.category is EventCategory.CONSTANT else 'comes'} in {at(mask)}"
-    written = written if mask is not op else ""
+    written = _written(mask)
     labels = _masked_labels(op)
     if labels:
         return Reason("constant", f"{labels} in {at(op)}: the log-probability is -Inf{written}")
@@ -136,6 +135,14 @@ def mask_taken_in(facts: TraceFacts) -> Reason | None:
         )
         return Reason("constant", sentence)
     return Reason("constant", f"{at(op)} makes {KIND_WORDS[op.kind]} of a mask's -Inf{written}")
+
+
+def _written(mask: Event) -> str:
+    """Where a mask's -Inf is from; "" where that is not known."""
+    names = [name for name in mask.outside if name]
+    if mask.category is EventCategory.CONSTANT:
+        return f", which the code writes in {at(mask)}"
+    return f", which {listed(names, 3)} holds" if names else ""
 
 
 def _masked_labels(op: Event) -> str:

@@ -133,7 +133,7 @@ ROWS: tuple[Row, ...] = (
         NEEDS_EPS),
     Row(("native_batch_norm", "_native_batch_norm_legit_no_training", "cudnn_batch_norm"), FORWARD,
         "batch normalization by a running variance that is not above 0", calls.no_variance),
-    Row(("_weight_norm_interface",), FORWARD, "weight norm of a weight that is 0", calls.zero_weight,
+    Row(("_weight_norm_interface",), FORWARD, "weight norm of a weight whose norm is 0", calls.zero_weight,
         "division by zero"),
     # -- matrices, forward ---------------------------------------------------------------------------------------------
     Row(("_linalg_slogdet",), FORWARD, "log of the determinant of a singular matrix",
