@@ -152,7 +152,7 @@ def test_a_label_that_is_masked() -> None:
     labels = torch.tensor([0, 2, 1, 2])
     kind, sentence = said(lambda x: F.cross_entropy(x.masked_fill(UNSEEN, -math.inf), labels), ONES)
     assert kind == "constant"
-    assert sentence.startswith("the label of sample 1, 3, class 2, is masked in `F.cross_entropy(")
+    assert sentence.startswith("the labelled class of sample 1, 3 is masked (sample 1: class 2) in `F.cross_entropy(")
 
 
 def test_a_mask_without_smoothing_is_no_fault() -> None:
@@ -167,7 +167,7 @@ def squared(x: Tensor) -> Tensor:
 def test_a_mask_that_becomes_something_worse() -> None:
     kind, sentence = said(squared, ONES)
     assert kind == "constant"
-    assert " makes +Inf of a mask's -Inf, which the code writes in " in sentence
+    assert " makes +Inf of -Inf, which the code writes in " in sentence
 
 
 def test_a_mask_that_the_model_holds() -> None:
@@ -185,7 +185,7 @@ def test_an_infinity_that_a_loss_holds() -> None:
     assert kind == "constant"
     assert sentence.startswith("`F.cross_entropy(x, CLASSES, WEIGHT)` (test_sources.py:")
     assert sentence.partition("takes in ")[2] == (
-        "NaN by its argument `weight`, at index 1: a tensor that no operator of the step made and that is no "
+        "+Inf by its argument `weight`, at index 1: a tensor that no operator of the step made and that is no "
         "parameter, buffer or batch item"
     )
     assert " takes in +Inf by its argument `other`, at index 1" in said(lambda x: (x * WEIGHT).sum(), ONES)[1]

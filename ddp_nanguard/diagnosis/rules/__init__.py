@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import division, domain, job, numbers, outside
+from . import division, domain, job, masks, numbers, outside
 from . import report_rules as why
 from .facts import Reason, TraceFacts, at
 
@@ -38,8 +38,8 @@ RULES: tuple[Rule, ...] = (
     job.scale_collapse,
     numbers.overflow,
     # what the code wrote, the least that can be said; torch's own constant before that of the user
-    outside.negative_determinant,
-    outside.mask_taken_in,
+    domain.negative_determinant,
+    masks.mask_taken_in,
     outside.unnamed,
     outside.constant,
     job.update_overflow,
@@ -52,9 +52,9 @@ OUTRANKS: dict[Rule, tuple[Rule, ...]] = {
     # that a branch is not taken says more than that its derivative is infinite
     domain.where_trap: (domain.edge_of_derivative,),
     # the two factors say more than that a mask's -inf was taken in
-    division.zero_times_infinity: (outside.mask_taken_in,),
+    division.zero_times_infinity: (masks.mask_taken_in,),
     # the row that is masked whole says more than that a mask's -inf was taken in
-    numbers.masked_row: (outside.mask_taken_in,),
+    numbers.masked_row: (masks.mask_taken_in,),
 }
 """Which rules may have an answer, too, where one speaks; of all others at most one answers to the values of a trace."""
 

@@ -131,3 +131,11 @@ def _selector(traced: Traced, sequence: int) -> str | None:
             selected = (selected[0], selected[1] - 1) if selected[1] > 1 else None
         queue.extend((following, selected) for following, _ in node.next_functions if following is not None)
     return None
+
+
+def negative_determinant(facts: TraceFacts) -> Reason | None:
+    """The NaN that `torch.logdet` writes for a matrix whose determinant is below 0."""
+    op = facts.first_nonfinite_op
+    if op is None or op.kind != "nan" or op.base != "scalar_tensor" or "_linalg_slogdet" not in op.before:
+        return None
+    return Reason("edge of domain", f"logdet of a matrix with a negative determinant in {at(op)}")

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_nanguard.diagnosis.trace.events import Event, EventCategory
+from ddp_nanguard.diagnosis.trace.events import Event, EventCategory, quick_kind
 from ddp_nanguard.report.types import Phase
-from ddp_nanguard.report.wording import KIND_WORDS, listed
+from ddp_nanguard.report.wording import KIND_WORDS
 from ddp_nanguard.tensors.batch import batch_arrays, batch_leaves, batch_tensors, nonfinite
 from ddp_nanguard.tensors.containers import path_text
 
@@ -107,74 +107,6 @@ def constant(facts: TraceFacts) -> Reason | None:
     return Reason("constant", f"the code itself writes {KIND_WORDS[op.kind]} in {at(op)}")
 
 
-def negative_determinant(facts: TraceFacts) -> Reason | None:
-    """The NaN that `torch.logdet` writes for a matrix whose determinant is below 0."""
-    op = facts.first_nonfinite_op
-    if op is None or op.kind != "nan" or op.base != "scalar_tensor" or "_linalg_slogdet" not in op.before:
-        return None
-    return Reason("edge of domain", f"logdet of a matrix with a negative determinant in {at(op)}")
-
-
-def mask_taken_in(facts: TraceFacts) -> Reason | None:
-    """-Inf is legal in a mask; here an operator that is no softmax makes +Inf or NaN of it."""
-    op = facts.first_nonfinite_op
-    if op is None or op.category is not EventCategory.PRODUCED or not op.inputs:
-        return None
-    if {o.kind for o in op.inputs} - {None} != {"-inf"}:
-        return None
-    chain = _chain(facts, op)
-    mask = chain[-1]
-    written = _written(mask)
-    labels = _masked_labels(op)
-    if labels:
-        return Reason("constant", f"{labels} in {at(op)}: the log-probability is -Inf{written}")
-    if _sums_log_probabilities(chain):
-        sentence = (
-            f"{at(op)} sums the log-probabilities of all classes, as label smoothing does, and those of masked classes "
-            f"are -Inf{written}; mask with a finite number, or do not smooth over masked classes"
-        )
-        return Reason("constant", sentence)
-    return Reason("constant", f"{at(op)} makes {KIND_WORDS[op.kind]} of a mask's -Inf{written}")
-
-
-def _written(mask: Event) -> str:
-    """Where a mask's -Inf is from; "" where that is not known."""
-    names = [name for name in mask.outside if name]
-    if mask.category is EventCategory.CONSTANT:
-        return f", which the code writes in {at(mask)}"
-    return f", which {listed(names, 3)} holds" if names else ""
-
-
-def _masked_labels(op: Event) -> str:
-    """The samples whose own class is masked, and the class of the first; "" where the loss is none of labels."""
-    scores, labels = argument(op, "self"), argument(op, "target")
-    if not op.base.startswith("nll_loss") or not isinstance(scores, Tensor) or not isinstance(labels, Tensor):
-        return ""
-    known = (labels >= 0) & (labels < scores.shape[-1]) if scores.dim() == 2 else None
-    if known is None:
-        return ""
-    own = scores.gather(1, labels.clamp(0, scores.shape[1] - 1)[:, None])[:, 0]
-    rows = (torch.isneginf(own) & known).nonzero().reshape(-1).tolist()
-    return f"the label of sample {listed(rows, 3)}, class {int(labels[rows[0]])}, is masked" if rows else ""
-
-
-def _chain(facts: TraceFacts, op: Event) -> list[Event]:
-    """The events from one back to where its -Inf began."""
-    trace = facts.traced.trace if facts.traced is not None else None
-    found = [op]
-    while trace is not None and found[-1].parents:
-        found.append(trace.event(found[-1].parents[0]))
-    return found
-
-
-def _sums_log_probabilities(chain: list[Event]) -> bool:
-    """Whether the way of the -Inf goes through a sum of what a log-softmax gave, at most weighted in between."""
-    own = [event.base for event in chain]
-    if "sum" not in own or "_log_softmax" not in own[own.index("sum") :]:
-        return False
-    return set(own[own.index("sum") + 1 : own.index("_log_softmax")]) <= {"mul", "neg", "div"}
-
-
 def unnamed(facts: TraceFacts) -> Reason | None:
     """A tensor that the step only reads, such as the weight of a loss, is not finite."""
     op = facts.first_nonfinite_op
@@ -184,9 +116,9 @@ def unnamed(facts: TraceFacts) -> Reason | None:
     name = next((name for name in names if _is_bad(argument(op, name))), None)
     if name is None:
         return None
-    mask = nonfinite(argument(op, name))
+    mask, kind = nonfinite(argument(op, name)), quick_kind(argument(op, name)) or op.kind
     sentence = (
-        f"{at(op)} takes in {KIND_WORDS[op.kind]} by its argument `{name}`{place_of(mask)}: a tensor that no operator "
+        f"{at(op)} takes in {KIND_WORDS[kind]} by its argument `{name}`{place_of(mask)}: a tensor that no operator "
         "of the step made and that is no parameter, buffer or batch item"
     )
     return Reason("constant", sentence, (f"{int(mask.sum())} of {mask.numel()} elements of {name}",))
