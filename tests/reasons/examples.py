@@ -61,6 +61,11 @@ def forward_of_one_number() -> Iterable[Example]:
     for name, function in (("log", torch.log), ("log2", torch.log2), ("log10", torch.log10)):
         yield at_one(name, f"{name} of 0", lambda x, f=function: f(x), 1.0, 0.0, 1e-30)
         yield at_one(name, f"{name} of a negative number", lambda x, f=function: f(x), 1.0, -1e-30, 1e-30)
+    yield at_one("log", "log of 0", lambda x: x.clone().log_(), 1.0, 0.0, 1e-30)
+    yield at_one("log", "log of 0", lambda x: torch.log(x.detach(), out=torch.empty(2)), 1.0, 0.0, 1e-30)
+    each = lambda x: torch._foreach_log([torch.ones(3), x])  # noqa: E731
+    yield at_one("log", "log of 0", each, 1.0, 0.0, 1e-30)
+    yield at_one("sqrt", "sqrt of a negative number", lambda x: torch._foreach_sqrt([torch.ones(3), x]), 1.0, -1.0, 1.0)
     yield at_one("log1p", "log1p of -1", lambda x: x.log1p(), 1.0, -1.0, -0.99)
     yield at_one("log1p", "log1p below -1", lambda x: x.log1p(), 1.0, -1.01, -0.99)
     yield at_one("sqrt", "sqrt of a negative number", lambda x: x.sqrt(), 1.0, -1e-9, 0.0)
@@ -249,7 +254,7 @@ def derivatives_of_decompositions() -> Iterable[Example]:
     yield Example(said, "LinalgEigh", call, near[:1], near[1:], ": eigenvalues 0 and 1 differ by 1e-40")
     call = lambda a: (torch.linalg.eig(a)[1].abs() ** 2 * torch.arange(9.0).reshape(3, 3)).sum()  # noqa: E731
     yield Example(said, "LinalgEig", call, near[:1], near[1:], ": eigenvalues 0 and 1 differ by 1e-40")
-    said = "the derivative of singular vectors does not exist where singular values have equal squares"
+    said = "the derivative of singular vectors does not exist at equal singular values (compared by their squares)"
     rest = ": singular values 0 and 1 of matrix 1"
     svd = lambda a: torch.linalg.svd(a)[0] @ torch.linalg.svd(a)[2]  # noqa: E731
     yield Example(said, "LinalgSvd", svd, pair, apart, rest)

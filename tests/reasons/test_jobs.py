@@ -196,6 +196,16 @@ def test_an_update_by_hand_says_what_went_wrong_in_it(name: str, tmp_path: Path)
     assert said in found.reason.sentence
 
 
+@pytest.mark.parametrize("foreach", [False, True])
+def test_an_optimizer_without_eps(foreach: bool, tmp_path: Path) -> None:
+    adagrad = lambda parameters: torch.optim.Adagrad(parameters, eps=0.0, foreach=foreach)  # noqa: E731
+    job = inline_code(lambda h: h * 0, optimizer=adagrad, options={"keep_previous": True})
+    job.batches = [batch(), batch()]
+    found = diagnosed(job, tmp_path)
+    operator = "aten._foreach_addcdiv_.Scalar" if foreach else "aten.addcdiv_.default"
+    assert found.reason.text.endswith(f"overflow: the update of a.weight divides by zero: {operator}, eps is too small")
+
+
 def test_a_learning_rate_that_is_no_number(tmp_path: Path) -> None:
     def spoil(model: Any, optimizer: Any, index: int) -> None:
         optimizer.param_groups[0]["lr"] = math.nan

@@ -180,8 +180,8 @@ ROWS: tuple[Row, ...] = (
         calls.equal_values("eigenvalues"), remedy="a small diagonal of distinct numbers breaks the tie"),
     Row(("LinalgEigh", "LinalgEig"), BACKWARD, "the derivative of eigenvectors overflows at nearly equal eigenvalues",
         calls.nearly_equal_values("eigenvalues"), remedy="a small diagonal of distinct numbers sets them apart"),
-    Row(("LinalgSvd",), BACKWARD, "the derivative of singular vectors does not exist where singular values have equal "
-        "squares", calls.equal_values("singular values"), remedy="a little noise breaks the tie"),
+    Row(("LinalgSvd",), BACKWARD, "the derivative of singular vectors does not exist at equal singular values "
+        "(compared by their squares)", calls.equal_values("singular values"), remedy="a little noise breaks the tie"),
     Row(("LinalgSvd",), BACKWARD, "the derivative of singular vectors does not exist at a singular value of 0",
         calls.zero_value),
     Row(("LinalgQr",), BACKWARD, "the derivative of qr does not exist for columns that depend on each other",
