@@ -13,7 +13,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.diagnosing import WIDTH, Body, N, Training, batch, body, diagnosed, inline_code, marked, of_loss, square
+from ddp_nanguard.diagnosis.diagnose import Diagnosis, diagnose, facts_of
+from ddp_nanguard.diagnosis.rules import RULES
+from tests.diagnosing import (
+    WIDTH,
+    Body,
+    N,
+    Training,
+    batch,
+    body,
+    diagnosed,
+    inline_code,
+    marked,
+    of_loss,
+    session_of,
+    square,
+)
 
 THIS = sys.modules[__name__]
 
@@ -191,9 +206,18 @@ def test_an_update_by_hand_says_what_went_wrong_in_it(name: str, tmp_path: Path)
     formula, kind, said = UPDATES[name]
     job = inline_code(torch.tanh, optimizer=lambda parameters: ByHand(parameters, formula))
     job.batches, job.options = [batch(), batch()], {"keep_previous": True}
-    found = diagnosed(job, tmp_path)
+    found, rules = answering(job, tmp_path)
     assert found.reason.kind == kind
     assert said in found.reason.sentence
+    assert len(rules) == 2 and rules[-1] == "update_overflow"
+
+
+def answering(job: Training, directory: Path) -> tuple[Diagnosis, list[str]]:
+    """The diagnosis, and the names of all rules that have an answer, in their order."""
+    session = session_of(job, directory)
+    found = diagnose(session, session.plain())
+    facts = facts_of(session.dump, found.traced, found.outcome)
+    return found, [rule.__name__ for rule in RULES if rule(facts) is not None]
 
 
 @pytest.mark.parametrize("foreach", [False, True])
@@ -201,7 +225,8 @@ def test_an_optimizer_without_eps(foreach: bool, tmp_path: Path) -> None:
     adagrad = lambda parameters: torch.optim.Adagrad(parameters, eps=0.0, foreach=foreach)  # noqa: E731
     job = inline_code(lambda h: h * 0, optimizer=adagrad, options={"keep_previous": True})
     job.batches = [batch(), batch()]
-    found = diagnosed(job, tmp_path)
+    found, rules = answering(job, tmp_path)
+    assert rules == ["vanishing_eps", "edge_of_domain", "update_overflow"]
     operator = "aten._foreach_addcdiv_.Scalar" if foreach else "aten.addcdiv_.default"
     assert found.reason.text.endswith(f"overflow: the update of a.weight divides by zero: {operator}, eps is too small")
 

@@ -56,7 +56,11 @@ OUTRANKS: dict[Rule, tuple[Rule, ...]] = {
     # the row that is masked whole says more than that a mask's -inf was taken in
     numbers.masked_row: (masks.mask_taken_in,),
 }
-"""Which rules may have an answer, too, where one speaks; of all others at most one answers to the values of a trace."""
+"""Which rules may have an answer, too, where one speaks; of all others at most one answers to the values of a trace.
+
+Rules of the job look at the report, and answer beside them: `job.vanishing_eps` comes first, since it says what the
+zero is, `job.update_overflow` last, since it says no more than where it was.
+"""
 
 REASON_KINDS = (
     "hyper-parameter", "not reproduced", "overflow in the reduce", "update overflow", "state", "bad input",
