@@ -50,6 +50,12 @@ def replaced(x: Tensor) -> Tensor:
     return x / total
 
 
+def written_in_part(x: Tensor) -> Tensor:
+    both = torch.zeros(2, 3)
+    both[0].copy_(x.detach().sum(0))
+    return x / both[1]
+
+
 def masked_out(x: Tensor) -> Tensor:
     return x / (x.detach().sum(0) * torch.tensor([1.0, 0.0, 1.0]))
 
@@ -77,6 +83,7 @@ DIVISORS: list[tuple[Callable[..., Any], tuple[Tensor, ...], str]] = [
     (overwritten, (ONES,), "the divisor is 0 everywhere"),
     (filled_in_part, (ONES,), "the divisor is 0 at index 1"),
     (replaced, (ONES,), "the divisor, a maximum over dim 0, is 0 everywhere"),
+    (written_in_part, (ONES,), "the divisor is 0 everywhere"),
     (masked_out, (ONES,), "the divisor is 0 at index 1"),
     (two_sums, (ONES,), "the divisor, computed from a sum over dim 0 and a maximum over dim 0, is 0 everywhere"),
     (of_a_power, (ONES,),

@@ -93,7 +93,7 @@ class DivisorSources:
             spot: the user's code that called it, or None.
         """
         known = self._source_of(operator, given, output, spot)
-        if known is None:
+        if known is None or (operator.writes and not _is_whole(next(tensors_of(output)))):
             for name, original, _ in given if operator.writes and not operator.is_view else ():
                 if name in operator.writes:
                     self._forget(original)
@@ -167,6 +167,12 @@ class DivisorSources:
             # The key is an address: without the reference it could be given to another storage, which would inherit the
             # source.
             self._found[key_of(tensor)] = (source, weak_reference(storage))
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Whether a tensor is all of its memory: what is written into a part says nothing of the rest."""
+    storage = storage_of(tensor)
+    return storage is not None and storage.nbytes() == tensor.numel() * tensor.element_size()
 
 
 def _dims(given: Any, num_dims: int) -> tuple[int, ...] | None:
