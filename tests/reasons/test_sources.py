@@ -128,6 +128,12 @@ def test_what_a_selection_left_behind_is_not_the_origin() -> None:
     assert (kind, sentence.partition(" (")[0]) == ("edge of domain", "log of 0 in `(x * 0).log()`")
 
 
+def test_two_causes_at_once_are_neither() -> None:
+    both = torch.tensor([0.0, 1e300], dtype=torch.float64)
+    assert said(lambda x: x.detach() ** torch.tensor([-1.0, 2.0]) + x, both)[0] == "unknown"
+    assert said(lambda x: x.detach() ** torch.tensor([1.0, 2.0]) + x, both)[0] == "overflow"
+
+
 # -- masks and constants -----------------------------------------------------------------------------------------------
 
 UNSEEN = torch.tensor([False, False, True])

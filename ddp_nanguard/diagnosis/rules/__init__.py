@@ -46,8 +46,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 OUTRANKS: dict[Rule, tuple[Rule, ...]] = {
-    # what a row of the operator table knows of the numbers says more than how large they were
-    domain.edge_of_domain: (numbers.overflow,),
+    # what a row of the operator table knows of the numbers says more than how large the result is
     domain.edge_of_derivative: (numbers.overflow,),
     # that a branch is not taken says more than that its derivative is infinite
     domain.where_trap: (domain.edge_of_derivative,),

@@ -12,7 +12,7 @@ from ddp_nanguard.diagnosis.trace.events import Event, EventCategory, quick_kind
 from ddp_nanguard.diagnosis.trace.operators import Operators, named_arguments, tensors_of
 from ddp_nanguard.report.wording import listed
 
-from .facts import Reason, TraceFacts, all_at_hits, at, hits, operand, place_of
+from .facts import Reason, TraceFacts, argument, at, at_hits, hits, operand, place_of
 from .table import GROWS, SOFTMAX, VARIANCES
 
 OPERATORS = Operators()
@@ -148,16 +148,19 @@ def is_overflow(event: Event) -> bool:
     limit = torch.finfo(dtype).max
     largest = max((abs(v) for o in event.inputs for v in (o.minimum, o.maximum) if v is not None), default=0.0)
     if wide is None:
-        return event.kind != "nan" and event.base in GROWS and largest > 1 and not _divides_by_zero(event)
+        return event.kind != "nan" and event.base in GROWS and largest > 1 and not _has_a_zero(event)
     if event.kind == "nan":  # inside a fused kernel, if anything
         return dtype.is_floating_point and largest >= math.sqrt(limit)
     # what is smaller in float64 overflowed on the way: in a square or a fourth power; else something became 0 there
     return wide > limit or largest >= limit**0.25
 
 
-def _divides_by_zero(event: Event) -> bool:
-    mask, divisor = hits(event), operand(event, 1)
-    return event.base == "div" and mask is not None and all_at_hits(divisor, mask, lambda x: x == 0)
+def _has_a_zero(event: Event) -> bool:
+    """Whether somewhere the output is infinite for a divisor of 0, or a base of 0, and not for its size."""
+    name = {"div": "other", "addcdiv": "tensor2", "pow": "self"}.get(event.base)
+    mask = hits(event)
+    found = at_hits(argument(event, name), mask) if name is not None and mask is not None else None
+    return found is not None and bool((found == 0).any())
 
 
 def _wider(dtype: str) -> list[tuple[str, torch.dtype]]:
