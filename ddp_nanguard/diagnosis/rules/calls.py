@@ -198,12 +198,7 @@ def equal_values(noun: str) -> Test:
     """A derivative of a decomposition that divides by the differences of its values, two of which are equal."""
 
     def holds(event: Event, mask: Tensor) -> str | None:
-        gaps = operand(event, 1)
-        is_square = isinstance(gaps, Tensor) and gaps.dim() >= 2 and gaps.shape[-1] == gaps.shape[-2] > 1
-        if event.base != "div" or not is_square or not all_at_hits(gaps, mask, is_zero):
-            return None
-        *matrix, one, other = mask.nonzero()[0].tolist()
-        return f": {noun} {min(one, other)} and {max(one, other)}{_matrix(matrix)}"
+        return _pair(noun, mask) if all_at_hits(_differences(event), mask, is_zero) else None
 
     return holds
 
@@ -212,15 +207,25 @@ def nearly_equal_values(noun: str) -> Test:
     """As `equal_values`, but the difference is a number so small that the division by it overflows."""
 
     def holds(event: Event, mask: Tensor) -> str | None:
-        gaps = operand(event, 1)
-        is_square = isinstance(gaps, Tensor) and gaps.dim() >= 2 and gaps.shape[-1] == gaps.shape[-2] > 1
-        if event.base != "div" or not is_square or not all_at_hits(gaps, mask, lambda x: (x != 0) & (x.abs() < 1e-30)):
+        gaps = _differences(event)
+        if gaps is None or not all_at_hits(gaps, mask, lambda x: (x != 0) & (x.abs() < 1e-30)):
             return None
-        *matrix, one, other = index = mask.nonzero()[0].tolist()
-        gap = gaps.expand(mask.shape)[tuple(index)].abs().item()
-        return f": {noun} {min(one, other)} and {max(one, other)}{_matrix(matrix)} differ by {gap:.3g}"
+        return f"{_pair(noun, mask)} differ by {gaps.expand(mask.shape)[mask][0].abs().item():.3g}"
 
     return holds
+
+
+def _differences(event: Event) -> Tensor | None:
+    """The divisor, if it can be the matrix of all differences of values."""
+    gaps = operand(event, 1)
+    if event.base != "div" or not isinstance(gaps, Tensor) or gaps.dim() < 2:
+        return None
+    return gaps if gaps.shape[-1] == gaps.shape[-2] > 1 else None
+
+
+def _pair(noun: str, mask: Tensor) -> str:
+    *matrix, one, other = mask.nonzero()[0].tolist()
+    return f": {noun} {min(one, other)} and {max(one, other)}{_matrix(matrix)}"
 
 
 def _matrix(index: list[int], before: str = " of ") -> str:
