@@ -14,9 +14,9 @@ In which ways an operator makes a NaN or an infinity of finite numbers, and what
 --trace` and the error itself then say. The page is written from the operator table,
 `ddp_nanguard/diagnosis/rules/table.py`, by `python -m tests.reasons.page`; each row is run by a test.
 
-The sentence goes on with the line of code, and with the index, row, sample or matrix where it holds. A row answers only
-where it holds for every element that is hit; where no row does, the reason is "unknown". Other reasons, such as bad
-input or growth, are in the [guide](guide.md#the-reason).
+`{name}` stands for the operator. The sentence goes on with the line of code, and with the index, row, sample or matrix
+where it holds. A row answers only where it holds for every element that is hit; where no row does, the reason is
+"unknown". Other reasons, such as bad input or growth, are in the [guide](guide.md#the-reason).
 """
 
 
