@@ -86,7 +86,7 @@ def test_the_report(dump: Dump) -> None:
     assert (report.step, report.world_size, report.wrapper, report.origin) == (2, 2, "ddp", ORIGIN)
     assert report.sites == SITES
     assert (report.num_ranks_affected, report.ranks_affected, report.holders) == (2, (0, 1), ())
-    assert report.cause == "edge of domain: sqrt of a negative number in `values.sqrt()` (recipe.py:19)"
+    assert report.cause == "edge of domain: sqrt of a negative number in `values.sqrt()` (recipe.py:19), at index 2"
     assert (report.nonfinite_state, report.unchecked, report.notes) == ((), (), ())
     look = report.second_look
     assert look is not None and (look.outcome, look.text) == ("same", "same on all 2 ranks: deterministic")

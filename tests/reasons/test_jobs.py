@@ -13,7 +13,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.diagnosing import WIDTH, Body, N, Training, batch, body, diagnosed, inline_code, marked, of_loss, square
+from ddp_nanguard.diagnosis.diagnose import Diagnosis, diagnose, facts_of
+from ddp_nanguard.diagnosis.rules import RULES
+from tests.diagnosing import (
+    WIDTH,
+    Body,
+    N,
+    Training,
+    batch,
+    body,
+    diagnosed,
+    inline_code,
+    marked,
+    of_loss,
+    session_of,
+    square,
+)
 
 THIS = sys.modules[__name__]
 
@@ -149,6 +164,71 @@ def test_an_eps_that_is_zero_in_half_precision(keep: bool, tmp_path: Path) -> No
     assert found.reason.kind == "update overflow"
     assert "eps=1e-08 is 0 in float16: the update of" in found.reason.sentence
     assert bool(found.obstacle) is not keep
+
+
+class ByHand(torch.optim.Optimizer):
+    """An optimizer of the user's, whose update goes wrong while every gradient is finite."""
+
+    def __init__(self, parameters: Any, formula: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+        self.formula = formula
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch's own has two
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                state["power"] = torch.ones(())
+            parameter.sub_(self.formula(parameter.grad, state))
+
+
+def debiased(gradient: Tensor, state: Any) -> Tensor:
+    state["power"] *= 1e-25
+    return gradient / state["power"] if state["power"] < 1e-30 else gradient
+
+
+UNDERFLOWED = ': the divisor, a.weight.power, is 0: it underflowed in float32 in `state["power"] *= 1e-25`'
+UPDATES: dict[str, tuple[Any, str, str]] = {
+    "a power that underflows": (debiased, "division by zero", UNDERFLOWED),
+    "a logarithm": (lambda g, _: (g * 0).log(), "edge of domain", "log of 0 in `(g * 0).log()`"),
+    "a root": (lambda g, _: (-g.abs() - 1).sqrt(), "edge of domain", "sqrt of a negative number in"),
+    "a norm": (
+        lambda g, _: (g * 0) / (g * 0).norm(),
+        "division by zero",
+        ": the divisor, a norm over all 16 elements,",
+    ),
+    "half precision": (lambda g, _: (g * 0 + 300).half() ** 2, "overflow", "float16 overflow in"),
+}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_an_update_by_hand_says_what_went_wrong_in_it(name: str, tmp_path: Path) -> None:
+    formula, kind, said = UPDATES[name]
+    job = inline_code(torch.tanh, optimizer=lambda parameters: ByHand(parameters, formula))
+    job.batches, job.options = [batch(), batch()], {"keep_previous": True}
+    found, rules = answering(job, tmp_path)
+    assert found.reason.kind == kind
+    assert said in found.reason.sentence
+    assert len(rules) == 2 and rules[-1] == "update_overflow"
+
+
+def answering(job: Training, directory: Path) -> tuple[Diagnosis, list[str]]:
+    """The diagnosis, and the names of all rules that have an answer, in their order."""
+    session = session_of(job, directory)
+    found = diagnose(session, session.plain())
+    facts = facts_of(session.dump, found.traced, found.outcome)
+    return found, [rule.__name__ for rule in RULES if rule(facts) is not None]
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_an_optimizer_without_eps(foreach: bool, tmp_path: Path) -> None:
+    adagrad = lambda parameters: torch.optim.Adagrad(parameters, eps=0.0, foreach=foreach)  # noqa: E731
+    job = inline_code(lambda h: h * 0, optimizer=adagrad, options={"keep_previous": True})
+    job.batches = [batch(), batch()]
+    found, rules = answering(job, tmp_path)
+    assert rules == ["vanishing_eps", "edge_of_domain", "update_overflow"]
+    operator = "aten._foreach_addcdiv_.Scalar" if foreach else "aten.addcdiv_.default"
+    assert found.reason.text.endswith(f"overflow: the update of a.weight divides by zero: {operator}, eps is too small")
 
 
 def test_a_learning_rate_that_is_no_number(tmp_path: Path) -> None:

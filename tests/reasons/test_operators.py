@@ -143,7 +143,7 @@ def variance_of_one(h: Tensor) -> Tensor:
 
 
 def unknown(h: Tensor) -> Tensor:
-    return (h * 0 - 1).lgamma()  # <unknown>
+    return h + torch.special.hermite_polynomial_h(h.detach() * 0 + 1e30, 20)  # <unknown>
 
 
 class NanGradient(torch.autograd.Function):
@@ -191,7 +191,7 @@ BETWEEN: list[tuple[str, Callable[[Tensor], Tensor], str, str]] = [
     ("D05", saturated_masks, "aten.add.Tensor", "masked row"),
     ("D10", variance_of_one, "aten.var.correction", "empty reduction"),
     ("D17", bad_kernel, "aten.lift_fresh.default", "constant"),
-    ("unknown", unknown, "aten.lgamma.default", "unknown"),
+    ("unknown", unknown, "aten.special_hermite_polynomial_h.n_scalar", "unknown"),
 ]
 
 
@@ -252,7 +252,7 @@ LOSSES: list[tuple[str, Callable[..., Any], dict[str, Any], str, str, str]] = [
      "0/0 in `(logits.mean(1) * weights).sum() / weights.sum()` (test_operators.py:LINE): the divisor, "
      "a sum over all 6 elements, is 0"),
     ("D07", over_nothing, {"y": LABELS}, "aten.mean.default", "empty reduction",
-     "mean over nothing in `chosen.mean()` (test_operators.py:LINE)"),
+     "mean over nothing in `chosen.mean()` (test_operators.py:LINE), of a tensor of shape (0, 3)"),
     ("E05", ignored, {"y": LABELS}, "aten.nll_loss_forward.default", "empty reduction",
      "all labels are ignored in `F.cross_entropy(logits, items[\"y\"] * 0 - 100)` (test_operators.py:LINE): "
      "the mean is over nothing"),

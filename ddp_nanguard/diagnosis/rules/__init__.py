@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import division, domain, job, numbers, outside
+from . import division, domain, job, masks, numbers, outside
 from . import report_rules as why
 from .facts import Reason, TraceFacts, at
 
@@ -20,8 +20,8 @@ RULES: tuple[Rule, ...] = (
     job.compiled_kernel,
     job.not_reproduced,
     why.reduce_overflow,
-    job.update_overflow,
     why.changed_by_the_loop,
+    job.vanishing_eps,
     # a value that came from outside needs no operator to explain it
     outside.state_bad,
     outside.bad_input,
@@ -38,8 +38,29 @@ RULES: tuple[Rule, ...] = (
     job.growth,
     job.scale_collapse,
     numbers.overflow,
+    # what the code wrote, the least that can be said; torch's own constant before that of the user
+    domain.negative_determinant,
+    masks.mask_taken_in,
+    outside.unnamed,
     outside.constant,
+    job.update_overflow,
 )
+
+OUTRANKS: dict[Rule, tuple[Rule, ...]] = {
+    # what a row of the operator table knows of the numbers says more than how large the result is
+    domain.edge_of_derivative: (numbers.overflow,),
+    # that a branch is not taken says more than that its derivative is infinite
+    domain.where_trap: (domain.edge_of_derivative,),
+    # the two factors say more than that a mask's -inf was taken in
+    division.zero_times_infinity: (masks.mask_taken_in,),
+    # the row that is masked whole says more than that a mask's -inf was taken in
+    numbers.masked_row: (masks.mask_taken_in,),
+}
+"""Which rules may have an answer, too, where one speaks; of all others at most one answers to the values of a trace.
+
+Rules of the job look at the report, and answer beside them: `job.vanishing_eps` comes first, since it says what the
+zero is, `job.update_overflow` last, since it says no more than where it was.
+"""
 
 REASON_KINDS = (
     "hyper-parameter", "not reproduced", "overflow in the reduce", "update overflow", "state", "bad input",
@@ -63,4 +84,4 @@ def reason_for(facts: TraceFacts) -> Reason:
     return Reason("unknown", f"{op.operator} made it in {at(op)}; no rule says why")
 
 
-__all__ = ["REASON_KINDS", "RULES", "Reason", "TraceFacts", "reason_for"]
+__all__ = ["OUTRANKS", "REASON_KINDS", "RULES", "Reason", "TraceFacts", "reason_for"]

@@ -7,15 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_nanguard.diagnosis.trace.divisor_sources import DivisorSource
+from ddp_nanguard.diagnosis.trace.divisor_sources import DivisorSource, Reduction
 from ddp_nanguard.diagnosis.trace.events import Event, EventPhase
 from ddp_nanguard.report.wording import listed
 from ddp_nanguard.tensors.containers import named_tensors_in, path_text
 
-from .facts import Reason, TraceFacts, all_at_hits, at, hits, is_zero, operand
+from .calls import is_division_by_zero, is_zero_times_infinity
+from .facts import Reason, TraceFacts, at, code_text, operand
 
-_DIVISIONS = {"div", "true_divide", "divide", "floor_divide", "remainder", "fmod"}
-_PRODUCTS = {"mul", "mm", "bmm", "addmm", "matmul", "baddbmm", "dot", "mv", "linear"}
+_NOUNS = {
+    "nansum": "sum", "count_nonzero": "count", "bincount": "count", "var": "variance", "std": "standard deviation",
+    "amax": "maximum", "max": "maximum", "amin": "minimum", "min": "minimum", "prod": "product",
+}  # fmt: skip
 
 
 def division_by_zero(facts: TraceFacts) -> Reason | None:
@@ -28,40 +31,57 @@ def division_by_zero(facts: TraceFacts) -> Reason | None:
     if op is None or is_derivative(op) or not is_division_by_zero(op):
         return None
     divisor = operand(op, 0 if op.base == "reciprocal" else 1)
-    what = "0/0" if op.kind == "nan" else "x/0"
-    zero, absent = _zeros(divisor), None
+    what = "0/0" if op.kind == "nan" and op.base not in {"remainder", "fmod", "reciprocal"} else "x/0"
     origin = _origin(facts, op, divisor)
-    text = f"the divisor is 0{zero}"
+    parts = origin.parts if origin is not None else ()
+    reduction = next((part for part in parts if isinstance(part, Reduction)), None)
+    text = f"the divisor{_described(facts, op, origin)} is 0{_zeros(divisor)}"
     evidence = [f"{op.num_hit} of {op.output.numel} elements" if op.output is not None else ""]
-    if origin is not None:
-        text = f"the divisor, a {origin.operator}{_over(facts, origin)}, is 0{zero}"
-        evidence.append(_origin_text(origin))
-        absent = _absent(facts, divisor, origin)
+    evidence += [_origin_text(reduction)] if reduction is not None else []
+    absent = _absent(facts, divisor, reduction) if reduction is not None and len(parts) == 1 else None
     if absent is not None:
         text += f": {absent[0]}"
         evidence.append(absent[1])
+    elif origin is not None and _has_underflowed(origin, divisor):
+        text += f": it underflowed in {origin.dtype}{_in_line(origin)}"
     return Reason("division by zero", f"{what} in {at(op)}: {text}", tuple(e for e in evidence if e))
+
+
+def _described(facts: TraceFacts, op: Event, origin: DivisorSource | None) -> str:
+    """What the divisor is, between commas: named memory, or what it was computed from; "" where that is not known."""
+    is_number = not isinstance(operand(op, 0 if op.base == "reciprocal" else 1), Tensor)
+    own = None if is_number or not op.inputs else op.inputs[-1].name
+    if own:
+        return f", {own},"
+    if origin is None:
+        return ""
+    texts = [part if isinstance(part, str) else f"a {_noun(facts, part)}" for part in origin.parts]
+    parts = list(dict.fromkeys(texts))
+    if len(origin.parts) == 1 and isinstance(origin.parts[0], Reduction):
+        return f", {parts[0]},"
+    return f", computed from {' and '.join(parts)},"
+
+
+def _noun(facts: TraceFacts, part: Reduction) -> str:
+    return _NOUNS.get(part.operator, part.operator) + _over(facts, part)
+
+
+def _has_underflowed(origin: DivisorSource, divisor: Any) -> bool:
+    """Whether every zero of the divisor comes from an underflow."""
+    marked = origin.underflowed
+    if marked is None or not isinstance(divisor, Tensor) or marked.numel() != divisor.numel():
+        return False
+    zero = divisor.reshape(-1) == 0
+    return bool((marked.reshape(-1).to(zero.device) | ~zero).all())
+
+
+def _in_line(origin: DivisorSource) -> str:
+    return f" in {code_text(origin.spot.line())}" if origin.spot is not None else ""
 
 
 def is_derivative(event: Event) -> bool:
     """Whether autograd's own formula ran: in backward, with none of the user's code on the stack."""
     return event.phase is EventPhase.BACKWARD and not event.lines
-
-
-def is_division_by_zero(event: Event) -> bool:
-    """Whether every bad element of an operator's output has a zero divisor and a finite dividend.
-
-    For "nan" the dividend must be zero, else non-zero; integer division and remainders take any finite one.
-    """
-    mask = hits(event)
-    if mask is None or event.base not in {*_DIVISIONS, "reciprocal"}:
-        return False
-    if event.base == "reciprocal":
-        return all_at_hits(operand(event, 0), mask, is_zero)
-    over = is_zero if event.kind == "nan" else lambda value: torch.isfinite(value) & (value != 0)
-    if event.base in {"remainder", "fmod", "floor_divide"}:
-        over = torch.isfinite
-    return all_at_hits(operand(event, 1), mask, is_zero) and all_at_hits(operand(event, 0), mask, over)
 
 
 def _zeros(divisor: Any) -> str:
@@ -85,7 +105,7 @@ def _origin(facts: TraceFacts, op: Event, divisor: Any) -> DivisorSource | None:
     return trace.divisor_origins.get(op.order) if trace is not None and isinstance(divisor, Tensor) else None
 
 
-def _over(facts: TraceFacts, origin: DivisorSource) -> str:
+def _over(facts: TraceFacts, origin: Reduction) -> str:
     size = facts.traced.batch_size if facts.traced is not None else None
     if origin.dims is None:
         return f" over all {_numel(origin.shape)} elements"
@@ -98,13 +118,13 @@ def _numel(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 
-def _origin_text(origin: DivisorSource) -> str:
+def _origin_text(origin: Reduction) -> str:
     line = origin.line
     where = f" at {line.place()}: {line.expression or line.text}" if line is not None else ""
     return f"{origin.operator} of a tensor of shape {origin.shape}{where}"
 
 
-def _absent(facts: TraceFacts, divisor: Tensor, origin: DivisorSource) -> tuple[str, str] | None:
+def _absent(facts: TraceFacts, divisor: Tensor, origin: Reduction) -> tuple[str, str] | None:
     """The text and the evidence if the divisor is zero exactly at the class numbers that the batch's labels lack."""
     traced = facts.traced
     zero = [index[0] for index in (divisor.reshape(-1) == 0).nonzero().tolist()]
@@ -126,11 +146,6 @@ def _absent(facts: TraceFacts, divisor: Tensor, origin: DivisorSource) -> tuple[
 def zero_times_infinity(facts: TraceFacts) -> Reason | None:
     """A product in which one factor is zero and the other infinite wherever the result is NaN."""
     op = facts.first_nonfinite_op
-    mask = hits(op) if op is not None else None
-    if op is None or mask is None or op.kind != "nan" or op.base not in _PRODUCTS:
+    if op is None or not is_zero_times_infinity(op):
         return None
-    one, other = operand(op, 0), operand(op, 1)
-    for zero, infinite in ((one, other), (other, one)):
-        if op.base == "mul" and all_at_hits(zero, mask, is_zero) and all_at_hits(infinite, mask, torch.isinf):
-            return Reason("0*inf", f"0 times infinity in {at(op)}", (f"{op.num_hit} elements",))
-    return None
+    return Reason("0*inf", f"0 times infinity in {at(op)}", (f"{op.num_hit} elements",))

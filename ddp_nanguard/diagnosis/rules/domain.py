@@ -1,141 +1,83 @@
-"""Rules for functions at the edge of their domain: the value, its derivative, and the untaken branch of a ``where``."""
+"""Rules for operators at the edge of their domain: the value, its derivative, and the untaken branch of a ``where``."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ddp_nanguard.diagnosis.trace.events import Event, EventCategory, EventPhase
 from ddp_nanguard.diagnosis.trace.traced_step import Traced
 
-from .division import is_derivative, is_division_by_zero
-from .facts import Reason, TraceFacts, all_at_hits, at, at_hits, hits, is_zero, operand
-
-Test = Callable[[Tensor], Tensor]
-
-_EDGES: dict[str, list[tuple[str, Test]]] = {
-    **{
-        name: [(f"{name} of 0", is_zero), (f"{name} of a negative number", lambda x: x < 0)]
-        for name in ("log", "log2", "log10")
-    },
-    "log1p": [("log1p of -1", lambda x: x == -1), ("log1p below -1", lambda x: x < -1)],
-    "sqrt": [("sqrt of a negative number", lambda x: x < 0)],
-    "rsqrt": [("rsqrt of 0", is_zero), ("rsqrt of a negative number", lambda x: x < 0)],
-    "acos": [("acos outside of -1 .. 1", lambda x: x.abs() > 1)],
-    "asin": [("asin outside of -1 .. 1", lambda x: x.abs() > 1)],
-    "atanh": [("atanh of 1 or -1", lambda x: x.abs() == 1), ("atanh outside of -1 .. 1", lambda x: x.abs() > 1)],
-    "acosh": [("acosh below 1", lambda x: x < 1)],
-    "erfinv": [("erfinv of 1 or -1", lambda x: x.abs() == 1), ("erfinv outside of -1 .. 1", lambda x: x.abs() > 1)],
-    "logit": [
-        ("logit of 0 or 1", lambda x: (x == 0) | (x == 1)),
-        ("logit outside of 0 .. 1", lambda x: (x < 0) | (x > 1)),
-    ],
-}  # fmt: skip
-
-_DERIVATIVES = {
-    "Sqrt": "the derivative of sqrt at 0 is infinite",
-    "Rsqrt": "the derivative of rsqrt at 0 is infinite",
-    "Log": "the derivative of log at 0 is infinite",
-    "Log2": "the derivative of log2 at 0 is infinite",
-    "Log10": "the derivative of log10 at 0 is infinite",
-    "Log1P": "the derivative of log1p at -1 is infinite",
-    "Pow": "the derivative of a power below 1 at 0 is infinite",
-    "Acos": "the derivative of acos at 1 or -1 is infinite",
-    "Asin": "the derivative of asin at 1 or -1 is infinite",
-    "Atanh": "the derivative of atanh at 1 or -1 is infinite",
-    "Acosh": "the derivative of acosh at 1 is infinite",
-    "Div": "the derivative of a division by 0 is infinite",
-    "Reciprocal": "the derivative of 1/x at 0 is infinite",
-    "LinalgVectorNorm": "the derivative of the norm at 0 does not exist",
-    "Norm": "the derivative of the norm at 0 does not exist",
-    "Std": "the derivative of std at 0 is infinite",
-    "Atan2": "the derivative of atan2 at (0, 0) does not exist",
-    "Exp": "the derivative of exp is infinite where exp overflowed",
-}
+from .calls import Test, example, is_division_by_zero, is_zero_times_infinity
+from .division import is_derivative
+from .facts import Reason, TraceFacts, all_at_hits, at, hits, is_zero, operand
+from .table import ROWS, Direction, Row
 
 # Nodes whose backward sends an exact 0 to the elements that were not selected.
 _SELECTS = ("WhereBackward", "MaskedFillBackward", "IndexBackward", "MaskedSelectBackward", "MaskedScatterBackward")
 
 
 def edge_of_domain(facts: TraceFacts) -> Reason | None:
-    """log, sqrt, pow and the like of a number for which they have no finite value."""
+    """A row of the operator table: log, sqrt, a layer or a loss of numbers for which it has no finite value."""
     op = facts.first_nonfinite_op
-    mask = hits(op) if op is not None else None
-    if op is None or mask is None or is_derivative(op):
+    if op is None or is_derivative(op):
         return None
-    name = _edge_name(op, mask)
-    if name is None:
+    found = row_of(op, op.base, Direction.FORWARD)
+    if found is None:
         return None
-    found = at_hits(operand(op, 0), mask)
-    value = f", such as {found[0].item():.3g}" if found is not None and found.numel() and found[0] != 0 else ""
-    evidence = (f"{op.num_hit} of {mask.numel()} elements{value}",)
-    return Reason("edge of domain", f"{name} in {at(op)}", evidence)
-
-
-def _edge_name(op: Event, mask: Tensor) -> str | None:
-    if op.base == "pow":
-        return _edge_of_pow(op, mask)
-    value = operand(op, 0)
-    return next((name for name, test in _EDGES.get(op.base, []) if all_at_hits(value, mask, test)), None)
-
-
-def _edge_of_pow(op: Event, mask: Tensor) -> str | None:
-    base, exponent = operand(op, 0), operand(op, 1)
-    if all_at_hits(base, mask, is_zero) and all_at_hits(exponent, mask, lambda x: x < 0):
-        return "0 to a negative power"
-    if all_at_hits(base, mask, lambda x: x < 0) and all_at_hits(exponent, mask, lambda x: x != torch.round(x)):
-        return "a fractional power of a negative number"
-    return None
-
-
-# -- in backward -------------------------------------------------------------------------------------------------------
+    row, rest = found
+    name = op.base.removeprefix("special_").removesuffix("_forward")
+    return _reason(op, row, f"{row.said.format(name=name)} in {at(op)}{rest}", "")
 
 
 def edge_of_derivative(facts: TraceFacts) -> Reason | None:
     """The value is finite, its derivative is not: the singular operator ran inside autograd's own formula."""
     op = facts.first_nonfinite_op
-    if op is None or not is_derivative(op) or op.node is None or not _is_singular(op):
+    if op is None or not is_derivative(op) or op.node is None:
         return None
-    text = _DERIVATIVES.get(_node_name(op.node))
-    if text is None:
+    node = _node_name(op.node)
+    found = row_of(op, node, Direction.BACKWARD)
+    if found is None:
         return None
-    return Reason(
-        "edge of domain",
-        f"{text}: {at(op)}",
-        (f"{op.num_hit} elements, in {op.node}",),
-    )
+    row, rest = found
+    return _reason(op, row, f"{row.said.format(name=node.lower())}: {at(op)}{rest}", f", in {op.node}")
+
+
+def _reason(op: Event, row: Row, sentence: str, where: str) -> Reason:
+    assert op.made is not None
+    numbers = example(op) if not where else ""
+    evidence = f"{op.num_hit} of {op.made.output.numel()} elements{numbers}{where}"
+    return Reason(row.kind, f"{sentence}; {row.remedy}" if row.remedy else sentence, (evidence,))
+
+
+def row_of(op: Event, name: str, direction: Direction) -> tuple[Row, str] | None:
+    """The row of the operator table that holds for an event, with the end of its sentence; None where none does."""
+    mask = hits(op)
+    if mask is None or op.category is not EventCategory.PRODUCED:
+        return None
+    for row in ROWS:
+        if row.direction is direction and row.test is not None and name in row.operators:
+            found = _asked(row.test, op, mask)
+            if found is not None:
+                return row, found
+    return None
+
+
+def _asked(test: Test, op: Event, mask: Tensor) -> str | None:
+    try:
+        return test(op, mask)
+    except (
+        RuntimeError,
+        TypeError,
+        IndexError,
+    ):  # complex numbers have no order, and kernels take arguments in many forms
+        return None
 
 
 def _node_name(node: str) -> str:
     return node.rsplit("::", 1)[-1].partition("Backward")[0]
-
-
-def _is_singular(event: Event) -> bool:
-    """Whether the operator divides by zero, takes 0 to a negative power, or multiplies 0 by infinity."""
-    mask = hits(event)
-    if mask is None:
-        return False
-    if is_division_by_zero(event) or _edge_of_pow_or_rsqrt(event, mask):
-        return True
-    return _times_zero(event, mask)
-
-
-def _edge_of_pow_or_rsqrt(event: Event, mask: Tensor) -> bool:
-    if event.base == "rsqrt":
-        return all_at_hits(operand(event, 0), mask, is_zero)
-    return event.base == "pow" and _edge_of_pow(event, mask) == "0 to a negative power"
-
-
-def _times_zero(event: Event, mask: Tensor) -> bool:
-    pair = (operand(event, 0), operand(event, 1))
-    return event.base == "mul" and any(
-        all_at_hits(zero, mask, is_zero) and all_at_hits(infinite, mask, torch.isinf)
-        for zero, infinite in (pair, pair[::-1])
-    )
 
 
 def where_trap(facts: TraceFacts) -> Reason | None:
@@ -170,7 +112,8 @@ def _is_zero_gradient(event: Event) -> bool:
     mask = hits(event)
     if mask is None:
         return False
-    return (is_division_by_zero(event) and all_at_hits(operand(event, 0), mask, is_zero)) or _times_zero(event, mask)
+    is_over_zero = is_division_by_zero(event) and all_at_hits(operand(event, 0), mask, is_zero)
+    return is_over_zero or is_zero_times_infinity(event)
 
 
 def _selector(traced: Traced, sequence: int) -> str | None:
@@ -192,3 +135,11 @@ def _selector(traced: Traced, sequence: int) -> str | None:
             selected = (selected[0], selected[1] - 1) if selected[1] > 1 else None
         queue.extend((following, selected) for following, _ in node.next_functions if following is not None)
     return None
+
+
+def negative_determinant(facts: TraceFacts) -> Reason | None:
+    """The NaN that `torch.logdet` writes for a matrix whose determinant is below 0."""
+    op = facts.first_nonfinite_op
+    if op is None or op.kind != "nan" or op.base != "scalar_tensor" or "_linalg_slogdet" not in op.before:
+        return None
+    return Reason("edge of domain", f"logdet of a matrix with a negative determinant in {at(op)}")

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from ddp_nanguard.diagnosis.trace.events import Event, hit_mask
+from ddp_nanguard.diagnosis.trace.source_lines import SourceLine
 from ddp_nanguard.diagnosis.trace.traced_step import Traced
+from ddp_nanguard.report.wording import listed
 
 from .report_rules import Reason, ReportFacts
 
@@ -47,6 +49,11 @@ def at(event: Event) -> str:
     if line is None:
         where = f"in {event.layer}" if event.layer else "in the step"
         return f"{event.base} {where}"
+    return code_text(line)
+
+
+def code_text(line: SourceLine) -> str:
+    """A line of the user's code, for a sentence: `` `a / b` (loss.py:12)``."""
     source = line.expression if line.expression and len(line.expression) <= 80 else line.text
     name = line.file.rsplit("/", 1)[-1]
     return f"`{source if len(source) <= 80 else source[:77] + '...'}` ({name}:{line.number})"
@@ -61,7 +68,27 @@ def operand(event: Event, index: int) -> Any:
     """A positional argument of an event; None where there is none or its values were not kept."""
     if event.made is None or index >= len(event.made.args):
         return None
-    return event.made.args[index]
+    return _item(event, event.made.args[index])
+
+
+def argument(event: Event, name: str) -> Any:
+    """An argument of an event by its name in the schema, or its default; None where there is none."""
+    if event.made is None:
+        return None
+    if name in event.made.kwargs:
+        return _item(event, event.made.kwargs[name])
+    declared = event.made.function._schema.arguments
+    index = next((index for index, each in enumerate(declared) if each.name == name), None)
+    if index is None:
+        return None
+    is_given = index < len(event.made.args)
+    return operand(event, index) if is_given else declared[index].default_value
+
+
+def _item(event: Event, value: Any) -> Any:
+    """The one item of a ``_foreach`` operator's list, see `NumberCall`; any other argument as it is."""
+    is_list = isinstance(value, (list, tuple)) and len(value) == 1 and "._foreach_" in event.operator
+    return value[0] if is_list else value
 
 
 def at_hits(value: Any, mask: Tensor) -> Tensor | None:
@@ -84,6 +111,25 @@ def all_at_hits(value: Any, mask: Tensor, test: Any) -> bool:
     """Whether ``test`` holds for every element of an operand where the output is hit; False without any."""
     found = at_hits(value, mask)
     return found is not None and found.numel() > 0 and bool(test(found).all())
+
+
+def place_of(mask: Tensor) -> str:
+    """Where a mask is set, for a sentence: ``, at index (2, 1)``; "" where that says nothing."""
+    if mask.numel() == 1 or bool(mask.all()):
+        return ""
+    count = int(mask.sum())
+    if mask.numel() > MAX_SEARCHED:  # the positions of all would take more memory than the mask
+        return f", first at {_unravelled(mask)}"
+    shown = [index[0] if len(index) == 1 else tuple(index) for index in mask.nonzero()[:MAX_SHOWN].tolist()]
+    return f", at {'index' if count == 1 else 'indices'} {listed(shown, MAX_SHOWN, count)}"
+
+
+MAX_SEARCHED, MAX_SHOWN = 1 << 20, 3
+
+
+def _unravelled(mask: Tensor) -> tuple[int, ...]:
+    first = mask.reshape(-1).to(torch.uint8).argmax()
+    return tuple(int(index) for index in torch.unravel_index(first, mask.shape))
 
 
 def is_zero(value: Tensor) -> Tensor:

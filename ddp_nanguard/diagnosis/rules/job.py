@@ -10,7 +10,7 @@ from ddp_nanguard.report.types import Phase, SecondLook
 from ddp_nanguard.report.wording import KIND_WORDS
 
 from . import report_rules as why
-from .facts import Reason, TraceFacts, at, at_hits, hits, operand
+from .facts import Reason, TraceFacts, all_at_hits, argument, at, hits, is_zero
 from .numbers import is_overflow
 
 
@@ -65,24 +65,34 @@ def _chance(again: SecondLook | None) -> str:
     return why.CHANCE
 
 
-def update_overflow(facts: TraceFacts) -> Reason | None:
-    """Finite gradients, non-finite weights: an eps that vanishes in the dtype, or an overflow in the update."""
-    op, origin = facts.first_nonfinite_op, facts.origin
+def vanishing_eps(facts: TraceFacts) -> Reason | None:
+    """Finite gradients, non-finite weights: an eps that is 0 in the dtype, or beside a second moment of 0."""
+    op, slot = facts.first_nonfinite_op, _updated(facts)
     found = why.update_overflow(facts)
-    if found is not None or op is None or op.phase is not EventPhase.UPDATE:
+    if op is None or op.base.startswith("_fused"):  # whose divisor is inside of the kernel
         return found
-    if origin is None or origin.phase is not Phase.OPTIMIZER or origin.layer is None:
+    mask, divisor = hits(op), argument(op, "tensor2" if op.base == "addcdiv" else "other")
+    if slot is None or mask is None or op.base not in {"addcdiv", "div"} or not all_at_hits(divisor, mask, is_zero):
         return None
-    mask = hits(op)
-    divisor = at_hits(operand(op, 2), mask) if mask is not None and "addcdiv" in op.operator else None
-    if divisor is not None and divisor.numel() and bool((divisor == 0).all()):
-        return Reason(
-            "update overflow", f"the update of {origin.slot} divides by zero: {op.operator}, eps is too small"
-        )
-    return Reason(
-        "update overflow",
-        f"{op.operator} of the update made {KIND_WORDS[op.kind]} in {origin.slot}",
-    )
+    if found is not None or op.base == "div":
+        return found
+    return Reason("update overflow", f"the update of {slot} divides by zero: {op.operator}, eps is too small")
+
+
+def update_overflow(facts: TraceFacts) -> Reason | None:
+    """An operator of the optimizer's step made it, and no rule says how."""
+    op, slot = facts.first_nonfinite_op, _updated(facts)
+    if op is None or slot is None:
+        return None
+    return Reason("update overflow", f"{op.operator} of the update made {KIND_WORDS[op.kind]} in {slot}")
+
+
+def _updated(facts: TraceFacts) -> str | None:
+    """The parameter whose update is the fault; None for other faults."""
+    op, origin = facts.first_nonfinite_op, facts.origin
+    if op is None or op.phase is not EventPhase.UPDATE or origin is None or origin.phase is not Phase.OPTIMIZER:
+        return None
+    return origin.slot if origin.layer is not None else None
 
 
 def growth(facts: TraceFacts) -> Reason | None:

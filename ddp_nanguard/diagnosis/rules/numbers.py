@@ -9,16 +9,13 @@ import torch
 from torch import Tensor
 
 from ddp_nanguard.diagnosis.trace.events import Event, EventCategory, quick_kind
-from ddp_nanguard.diagnosis.trace.operators import tensors_of
+from ddp_nanguard.diagnosis.trace.operators import Operators, named_arguments, tensors_of
 from ddp_nanguard.report.wording import listed
 
-from .facts import Reason, TraceFacts, all_at_hits, at, hits, operand
+from .facts import Reason, TraceFacts, argument, at, at_hits, hits, operand, place_of
+from .table import GROWS, SOFTMAX, VARIANCES
 
-_SOFTMAX = {"_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax"}
-_GROWS = {
-    "exp", "exp2", "expm1", "pow", "mul", "add", "sub", "sum", "mean", "mm", "bmm", "addmm", "baddbmm", "convolution",
-    "sinh", "cosh", "cumsum", "prod", "cumprod", "dot", "mv", "square", "linalg_vector_norm", "div", "_to_copy", "copy",
-}  # fmt: skip
+OPERATORS = Operators()
 
 
 def masked_row(facts: TraceFacts) -> Reason | None:
@@ -28,8 +25,16 @@ def masked_row(facts: TraceFacts) -> Reason | None:
             continue
         rows = _masked_rows(event)
         if rows:
-            return Reason("masked row", f"every score of a softmax row is -inf in {at(event)}", _masked(rows, facts))
+            which = f": row{'s' if len(rows) > 1 else ''} {listed(rows, 3)}" if len(rows) < _num_rows(event) else ""
+            sentence = f"every score of a softmax row is -inf in {at(event)}{which}"
+            return Reason("masked row", sentence, _masked(rows, facts))
     return None
+
+
+def _num_rows(event: Event) -> int:
+    assert event.made is not None
+    scores, dim = event.made.output, operand(event, 1)
+    return scores.numel() // max(scores.shape[dim if isinstance(dim, int) else -1], 1)
 
 
 def _masked(rows: list[Any], facts: TraceFacts) -> tuple[str, ...]:
@@ -44,7 +49,7 @@ def _masked_rows(event: Event) -> list[Any]:
     scores, mask = operand(event, 0), hits(event)
     if not isinstance(scores, Tensor) or mask is None or scores.shape != mask.shape or not scores.dim():
         return []
-    if event.base in _SOFTMAX:
+    if event.base in SOFTMAX:
         dim = operand(event, 1)
     elif event.base == "sub" and _is_less_its_maximum(scores, operand(event, 1)):
         dim = -1
@@ -66,14 +71,11 @@ def _is_less_its_maximum(scores: Tensor, subtracted: Any) -> bool:
 
 
 def empty_reduction(facts: TraceFacts) -> Reason | None:
-    """A mean over nothing, a variance of one value, or a loss whose labels are all ignored."""
+    """A variance of one value, or a loss whose labels are all ignored; what is over nothing is in the table."""
     op = facts.first_nonfinite_op
     if op is None or op.made is None or op.kind != "nan":
         return None
-    value = operand(op, 0)
-    if op.base == "mean" and isinstance(value, Tensor) and value.numel() == 0:
-        return Reason("empty reduction", f"mean over nothing in {at(op)}", (f"shape {tuple(value.shape)}",))
-    if op.base in {"var", "std", "var_mean", "std_mean"}:
+    if op.base in VARIANCES:
         return _one_value(op)
     return _all_ignored(op) if op.base.startswith("nll_loss") else None
 
@@ -97,6 +99,8 @@ def _all_ignored(op: Event) -> Reason | None:
     )
     if not isinstance(target, Tensor):
         return None
+    if not target.numel():
+        return Reason("empty reduction", f"the batch has no labels in {at(op)}: the mean is over nothing")
     if bool((target == ignored).all()):
         text = f"all labels are ignored in {at(op)}: the mean is over nothing"
         return Reason("empty reduction", text, (f"{target.numel()} labels, every one {ignored}",))
@@ -126,7 +130,9 @@ def overflow(facts: TraceFacts) -> Reason | None:
     else:
         verdict = "it overflows in float64 too"
         evidence.append(limit)
-    return Reason("overflow", f"{dtype} overflow in {at(op)}: {verdict}", tuple(evidence))
+    mask = hits(op)
+    place = place_of(mask) if mask is not None else ""
+    return Reason("overflow", f"{dtype} overflow in {at(op)}{place}: {verdict}", tuple(evidence))
 
 
 def is_overflow(event: Event) -> bool:
@@ -137,17 +143,24 @@ def is_overflow(event: Event) -> bool:
         or any(o.kind is not None for o in event.inputs)
     ):
         return False
-    stays_finite = _again(event, torch.float64) is not None
+    wide = _again(event, torch.float64)
+    dtype = event.made.output.dtype
+    limit = torch.finfo(dtype).max
     largest = max((abs(v) for o in event.inputs for v in (o.minimum, o.maximum) if v is not None), default=0.0)
+    if wide is None:
+        return event.kind != "nan" and event.base in GROWS and largest > 1 and not _has_a_zero(event)
     if event.kind == "nan":  # inside a fused kernel, if anything
-        dtype = event.made.output.dtype
-        return stays_finite and dtype.is_floating_point and largest >= math.sqrt(torch.finfo(dtype).max)
-    return stays_finite or (event.base in _GROWS and largest > 1 and not _divides_by_zero(event))
+        return dtype.is_floating_point and largest >= math.sqrt(limit)
+    # what is smaller in float64 overflowed on the way: in a square or a fourth power; else something became 0 there
+    return wide > limit or largest >= limit**0.25
 
 
-def _divides_by_zero(event: Event) -> bool:
-    mask, divisor = hits(event), operand(event, 1)
-    return event.base == "div" and mask is not None and all_at_hits(divisor, mask, lambda x: x == 0)
+def _has_a_zero(event: Event) -> bool:
+    """Whether somewhere the output is infinite for a divisor of 0, or a base of 0, and not for its size."""
+    name = {"div": "other", "addcdiv": "tensor2", "pow": "self"}.get(event.base)
+    mask = hits(event)
+    found = at_hits(argument(event, name), mask) if name is not None and mask is not None else None
+    return found is not None and bool((found == 0).any())
 
 
 def _wider(dtype: str) -> list[tuple[str, torch.dtype]]:
@@ -168,12 +181,18 @@ def _again(event: Event, dtype: torch.dtype) -> float | None:
         output = made.function(*args, **kwargs)
     except (RuntimeError, NotImplementedError, TypeError, ValueError):
         return None
-    output = output[0] if isinstance(output, (tuple, list)) else output
-    if not isinstance(output, Tensor) or output.dtype != dtype or quick_kind(output) is not None:
+    # all that it returns: of a determinant the sign is finite and its logarithm is not; an in-place operator leaves its
+    # result in an argument
+    if any(quick_kind(tensor) for tensor in tensors_of([output, *args, *kwargs.values()])):
         return None
-    if any(quick_kind(tensor) for tensor in tensors_of([*args, *kwargs.values()])):
-        return None  # an in-place operator leaves its result in an argument
-    return output.abs().max().item() if output.numel() else 0.0
+    operator = OPERATORS[made.function]
+    named = named_arguments(operator, tuple(args), kwargs) if operator is not None else []
+    written = [value for name, value in named if operator is not None and name in operator.writes]
+    outputs = list({id(tensor): tensor for tensor in tensors_of([written, output])}.values())
+    result = outputs[made.position] if made.position < len(outputs) else None
+    if result is None or result.dtype != dtype:
+        return None
+    return result.abs().max().item() if result.numel() else 0.0
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

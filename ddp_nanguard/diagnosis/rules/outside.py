@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_nanguard.diagnosis.trace.events import Event, EventCategory
+from ddp_nanguard.diagnosis.trace.events import Event, EventCategory, quick_kind
 from ddp_nanguard.report.types import Phase
 from ddp_nanguard.report.wording import KIND_WORDS
-from ddp_nanguard.tensors.batch import batch_arrays, batch_leaves, batch_tensors
+from ddp_nanguard.tensors.batch import batch_arrays, batch_leaves, batch_tensors, nonfinite
 from ddp_nanguard.tensors.containers import path_text
 
 from . import report_rules as why
-from .facts import Reason, TraceFacts, at
+from .facts import Reason, TraceFacts, argument, at, place_of
 
 
 def state_bad(facts: TraceFacts) -> Reason | None:
@@ -105,3 +105,24 @@ def constant(facts: TraceFacts) -> Reason | None:
             (f"written in {at(op)}",),
         )
     return Reason("constant", f"the code itself writes {KIND_WORDS[op.kind]} in {at(op)}")
+
+
+def unnamed(facts: TraceFacts) -> Reason | None:
+    """A tensor that the step only reads, such as the weight of a loss, is not finite."""
+    op = facts.first_nonfinite_op
+    if op is None or op.made is None or op.parents or op.outside != ("",) or is_mask(op):
+        return None
+    names = [each.name for each in op.made.function._schema.arguments]
+    name = next((name for name in names if _is_bad(argument(op, name))), None)
+    if name is None:
+        return None
+    mask, kind = nonfinite(argument(op, name)), quick_kind(argument(op, name)) or op.kind
+    sentence = (
+        f"{at(op)} takes in {KIND_WORDS[kind]} by its argument `{name}`{place_of(mask)}: a tensor that no operator "
+        "of the step made and that is no parameter, buffer or batch item"
+    )
+    return Reason("constant", sentence, (f"{int(mask.sum())} of {mask.numel()} elements of {name}",))
+
+
+def _is_bad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() > 0 and bool(nonfinite(value).any())

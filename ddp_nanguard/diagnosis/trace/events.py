@@ -76,14 +76,17 @@ class NumberCall:
 
     Attributes:
         function: the operator overload.
-        args, kwargs: arguments before the call; tensors are detached copies.
+        args, kwargs: arguments before the call; tensors are detached copies. Of the lists of a ``_foreach`` operator
+            each holds the one item that belongs to the output.
         output: a detached copy of the non-finite output.
+        position: of that output among the tensors that the operator writes or returns.
     """
 
     function: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Tensor
+    position: int = 0
 
 
 @dataclass(eq=False)
@@ -112,6 +115,8 @@ class Event:
         micro_batch: index in the window.
         made: the call itself, for the first 64 described events; None for the rest.
         sequence: autograd's sequence number of the node, in backward.
+        before: base names of the operators that ran just before it at the same place of the user's code: what else one
+            function of torch is composed of.
     """
 
     order: int
@@ -137,10 +142,11 @@ class Event:
     micro_batch: int | None = None
     made: NumberCall | None = field(default=None, repr=False)
     sequence: int | None = None
+    before: tuple[str, ...] = ()
 
     @property
     def base(self) -> str:
-        """The operator's name without namespace, overload and the in-place mark: ``div``."""
+        """The operator's name without namespace, overload and marks of variants: ``div``."""
         return base_name(self.operator)
 
     @property
@@ -163,7 +169,7 @@ class Event:
 
     def to_dict(self) -> dict[str, Any]:
         """The event as JSON-ready data, without tensor values and without the links to other events."""
-        hidden = {"made", "roots", "sequence", "parents"}
+        hidden = {"made", "roots", "sequence", "parents", "before"}
         kept = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name not in hidden}
         plain = {key: _plain(value) for key, value in kept.items()}
         return json_safe(plain)  # type: ignore[no-any-return]  # a dict stays one
@@ -176,10 +182,10 @@ def _plain(value: Any) -> Any:
 
 
 def base_name(operator: str) -> str:
-    """An overload's name without namespace, overload and in-place mark: ``aten.div_.Tensor`` gives ``div``."""
+    """What an overload does: ``aten.div_.Tensor`` and ``aten._foreach_div.List`` give ``div``."""
     parts = operator.split(".")
     name = parts[1] if len(parts) > 1 else parts[0]
-    return name.rstrip("_") or name
+    return name.removeprefix("_foreach_").rstrip("_") or name
 
 
 def worst_kind(kinds: list[str | None]) -> str | None:

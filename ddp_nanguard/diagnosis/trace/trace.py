@@ -15,6 +15,7 @@ Anomaly mode would format a whole stack per operator instead.
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar
@@ -49,6 +50,8 @@ _T = TypeVar("_T")
 
 MAX_KEPT = 64
 """Events whose arguments are copied, so that the rules can inspect them and call the operator again."""
+MAX_BEFORE = 4
+"""How many operators back `Event.before` reaches."""
 
 
 class Node:
@@ -90,8 +93,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         was_compiled: whether some code is compiled by torch.compile; it ran eagerly.
         on_event: called with each event and the frame below it, before the operator's caller continues.
         memory: names and last writers of storages.
-        origins: reductions that small finite tensors were computed from.
-        divisor_origins: by the order of a division, the reduction that its divisor was computed from.
+        origins: what small finite tensors were computed from.
+        divisor_origins: by the order of a division, what its divisor was computed from.
         bad_communication: the first collective that took or returned a non-finite value, or None.
         micro_batch: index of the running micro-batch in the window; set by the caller.
         batch_size: length of dim 0 of its tensors, or None; set by the caller.
@@ -108,7 +111,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         self.was_compiled = False
         self.on_event: Callable[[Event, FrameType], None] | None = None
         self.memory = StorageTracker()
-        self.origins = DivisorSources()
+        self.origins = DivisorSources(self.memory.kept_name_of)
         self.divisor_origins: dict[int, DivisorSource] = {}
         self.bad_communication: str | None = None
         self.micro_batch: int | None = None
@@ -122,6 +125,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         self._last_number = _newest_node()
         self._num_kept = 0
         self._read: dict[str, Tensor] = {}
+        self._recent: deque[tuple[CodeLocation | None, str]] = deque(maxlen=MAX_BEFORE)
 
     def event(self, order: int) -> Event:
         """The event of the operator at position ``order``; KeyError where its outputs were finite."""
@@ -187,8 +191,9 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         elif operator.reads_number:
             self._note_number(output, args[0])
         else:
-            self.origins.note(operator, args, kwargs, output, spot)
-            self._look(function, operator, given, kwargs, output, frame)
+            self.origins.note(operator, given, output, spot)
+            self._look(function, followed, kwargs, output, frame)
+            self._recent.append((spot, operator.base))
 
     def _note_communication(self, operator: Operator, values: list[Any]) -> None:
         if self.bad_communication is None and any(quick_kind(tensor) is not None for tensor in tensors_of(values)):
@@ -210,13 +215,13 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     def _look(
         self,
         function: Any,
-        operator: Operator,
-        given: list[tuple[str, Any, Any]],
+        followed: _Followed,
         kwargs: dict[str, Any],
         output: Any,
         frame: FrameType,
     ) -> None:
         """Make an event of the operator if it left something non-finite."""
+        operator, spot, given = followed
         written = [original for name, original, _ in given if name in operator.writes]
         outputs = list({id(tensor): tensor for tensor in tensors_of([written, output])}.values())
         kinds = [quick_kind(tensor) for tensor in outputs]
@@ -224,6 +229,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         if worst is None:
             return
         event = self._event_of(operator, worst, given, frame)
+        event.before = tuple(base for place, base in self._recent if place is not None and place == spot)
         if (
             event.category is EventCategory.PROPAGATED
             and event.outside
@@ -235,7 +241,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             self._pass_on(event, [tensor for tensor, kind in zip(outputs, kinds, strict=True) if kind is not None])
             return
         if event.category is EventCategory.PRODUCED or event.outside:
-            self._describe(event, function, operator, given, kwargs, outputs[kinds.index(worst)])
+            self._describe(event, function, operator, given, kwargs, outputs, kinds.index(worst))
         self.events.append(event)
         self._by_order[event.order] = event
         for tensor, kind in zip(outputs, kinds, strict=True):
@@ -263,7 +269,9 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             event.category = EventCategory.CONSTANT
         elif SEVERITY[kind] > SEVERITY[worst]:
             event.category = EventCategory.PRODUCED
-        bad = [original for (original, _), k in zip(sources, kinds, strict=True) if k == worst and worst is not None]
+        # of a selection the worst may have stayed behind
+        taken = kind if event.category is EventCategory.PROPAGATED and kind in kinds else worst
+        bad = [original for (original, _), k in zip(sources, kinds, strict=True) if k == taken and taken is not None]
         if event.category is EventCategory.CONSTANT:
             written = [kind] if operator.is_literal else kinds_of(numbers)
             bad = [self._read[k] for k in written if k in self._read]
@@ -333,8 +341,13 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         operator: Operator,
         given: list[tuple[str, Any, Any]],
         kwargs: dict[str, Any],
-        output: Tensor,
+        outputs: list[Tensor],
+        position: int,
     ) -> None:
+        output = outputs[position]
+        if "._foreach_" in operator.name:
+            given = [(name, *(_item(value, position, len(outputs)) for value in pair)) for name, *pair in given]
+            kwargs, position = {key: _item(value, position, len(outputs)) for key, value in kwargs.items()}, 0
         operands = _sources(operator, given)
         event.inputs = tuple(describe(value, self._name_of(original)) for original, value in operands)
         event.output = describe(output)
@@ -355,7 +368,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             self._num_kept += 1
             kept = tuple(_copied(value) for name, _, value in given if name not in kwargs)
             event.made = NumberCall(
-                function, kept, {key: _copied(v) for key, v in kwargs.items()}, output.detach().clone()
+                function, kept, {key: _copied(v) for key, v in kwargs.items()}, output.detach().clone(), position
             )
 
     def _name_of(self, tensor: Tensor) -> str | None:
@@ -411,6 +424,11 @@ def _given(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if not operator.writes or operator.overwrites:
         return [(name, value, value) for name, value in named]
     return [(name, value, _copied(value) if name in operator.writes else value) for name, value in named]
+
+
+def _item(value: Any, position: int, length: int) -> Any:
+    """The one item of a list that belongs to the output at a position, as a list; anything else as it is."""
+    return [value[position]] if isinstance(value, (list, tuple)) and len(value) == length else value
 
 
 def _copied(value: Any) -> Any:
