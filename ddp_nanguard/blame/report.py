@@ -67,6 +67,7 @@ def shared_report(
     # read after the exchange: that is where peers are found to be lost
     is_single = context.ranks.peers_lost
     sites = _single_rank_sites(shared.sites) if is_single else _without_victims(shared.sites)
+    sites = _not_told_apart(sites, shared.num_affected)
     origin = sites[0] if sites else None
     is_reduce = origin is not None and origin.phase is Phase.REDUCE
     report = FaultReport(
@@ -119,6 +120,8 @@ def _single_rank_sites(sites: tuple[Site, ...]) -> tuple[Site, ...]:
     return tuple(replace(site, input_kind="unchecked") if site.phase in _SPREADING else site for site in sites)
 
 
+MAX_TOGETHER = 3
+"""Gradients changed by the loop that a report names; the sites have more."""
 _SPREADING = (Phase.REDUCE, Phase.LOOP)
 """Phases in which a value may come from another rank, or from another gradient: the reduce, then clipping and such."""
 
@@ -129,6 +132,26 @@ def _without_victims(sites: tuple[Site, ...]) -> tuple[Site, ...]:
     is_reduced = any(site.phase is Phase.REDUCE for site in sites)
     victims = _SPREADING if is_spread else ((Phase.LOOP,) if is_reduced else ())
     return tuple(site for site in sites if site.phase not in victims)
+
+
+def _not_told_apart(sites: tuple[Site, ...], num_affected: int) -> tuple[Site, ...]:
+    """The sites; where code of the loop changed several gradients, the first of them does not stand for the cause.
+
+    Clipping by norm makes all of one, and a collective of the loop carries it to all ranks.
+    """
+    if not sites or sites[0].phase is not Phase.LOOP:
+        return sites
+    origin = sites[0]
+    together = _together(origin, sites)
+    listed = (*together[:MAX_TOGETHER], "others") if len(together) > MAX_TOGETHER else together
+    rank = origin.rank if num_affected <= 1 else None
+    return (replace(origin, rank=rank, suspects=listed if len(together) > 1 else ()), *sites[1:])
+
+
+def _together(origin: Site, sites: tuple[Site, ...]) -> tuple[str, ...]:
+    """Gradients that were seen bad with the origin's, on its rank."""
+    found = [site.slot for site in sites if site.phase is Phase.LOOP and site.rank == origin.rank]
+    return tuple(dict.fromkeys([origin.slot, *found]))
 
 
 def _with_more(cause: str, known: str) -> str:
@@ -165,7 +188,7 @@ def _cause_of(origin: Site | None, sites: tuple[Site, ...], let_through: int | N
 def _changed_text(origin: Site, sites: tuple[Site, ...]) -> str:
     """What is known of gradients that were finite after the backward: not which of several came first."""
     code = "clipping, noise, a division or a collective of the loop, between backward and step"
-    together = {site.slot for site in sites if site.phase is Phase.LOOP and site.rank == origin.rank}
-    if len(together) == 1:
+    if not origin.suspects:
         return code
-    return f"{code}; {len(together)} gradients were seen bad together, so which was first is not known"
+    num_together = len({site.slot for site in sites if site.phase is Phase.LOOP})
+    return f"{code}; {num_together} gradients were seen bad together, so which was first is not known"

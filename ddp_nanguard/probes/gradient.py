@@ -216,13 +216,14 @@ class GradientProbe:
         looked, self._local_looked = self._local_looked, ()
         return looked
 
-    def mark_checked(self, looked: Sequence[Tensor] = ()) -> None:
+    def mark_checked(self, looked: Sequence[Tensor] = (), is_sure: bool = False) -> None:
         """Take the gradients for checked.
 
         Args:
+            is_sure: as of `_Seen.mark`.
             looked: what `take_local` gave, where nothing was communicated; default those that are there now.
         """
-        self._seen.mark(self._names, looked) if looked else self._seen.mark(*self._gradients())
+        self._seen.mark(*((self._names, looked) if looked else self._gradients()), is_sure)
 
     def _gradients(self) -> tuple[tuple[str, ...], list[Tensor]]:
         """Names and gradients of the parameters that have one, not local yet."""
@@ -257,7 +258,7 @@ class GradientProbe:
                 ("unhooked", found), lambda: self._screen([self._unhooked_source(name) for name in found])
             )
             screen.look(self.slots, self._locals([gradients[index] for index in changed]))
-            self._seen.mark(names, gradients)
+            self._seen.mark(names, gradients, is_sure=True)
 
     def _unhooked_source(self, name: str) -> GradientSource:
         return self._unhooked_sources.setdefault(name, GradientSource(name, None, reduced=False, at_update=True))
@@ -334,13 +335,22 @@ class _Seen:
     """
 
     def __init__(self) -> None:
+        self._is_sure = True
         self._names: tuple[str, ...] = ()
         self._held: Sequence[Tensor] = ()
         self._references: list[weakref.ref[Tensor]] = []
         self._versions: list[int] = []
 
-    def mark(self, names: tuple[str, ...], gradients: Sequence[Tensor]) -> None:
-        """Note that all gradients that are there have been looked at."""
+    def mark(self, names: tuple[str, ...], gradients: Sequence[Tensor], is_sure: bool = False) -> None:
+        """Note that all gradients that are there have been looked at.
+
+        Args:
+            names: of their parameters.
+            gradients: those that are there.
+            is_sure: whether nothing is going to change them but what raises their version.
+        """
+        # what writes many DTensors in one call (``torch._foreach_mul_``, by which clipping scales) raises none
+        self._is_sure = is_sure or not gradients or type(gradients[0]) is Tensor
         self._names, self._held, self._references, self._versions = names, gradients, [], _versions(gradients)
 
     def loosen(self) -> None:
@@ -349,7 +359,9 @@ class _Seen:
             self._references, self._held = list(map(weakref.ref, self._held)), ()
 
     def changed(self, names: tuple[str, ...], gradients: list[Tensor]) -> list[int]:
-        """Indices of those that are others than those looked at, or were changed in place since."""
+        """Indices of those that are others than those looked at, or may have been changed in place since."""
+        if not self._is_sure:
+            return list(range(len(gradients)))
         versions = _versions(gradients)
         seen: Sequence[Tensor | None] = self._held or [reference() for reference in self._references]
         if names == self._names and versions == self._versions and all(map(is_, seen, gradients)):

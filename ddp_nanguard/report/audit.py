@@ -132,6 +132,8 @@ def _rank_of_reduce(report: FaultReport) -> str | None:
     origin = report.origin
     if origin is None or (origin.rank is None) is (origin.phase is Phase.REDUCE):
         return None
+    if origin.rank is None and origin.phase is Phase.LOOP:
+        return None  # a collective of the loop may have carried it to all
     rank = "no rank" if origin.rank is None else f"rank {origin.rank}"
     return f"it begins on {rank}, in phase {origin.phase}"
 

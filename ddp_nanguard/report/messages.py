@@ -32,13 +32,16 @@ def looked_line(report: FaultReport) -> str:
 
 def where(site: Site) -> list[str]:
     """Rank, step, micro-batch and phase of a site, one phrase each; the micro-batch only where it has one."""
-    found = [f"rank {site.rank}" if site.rank is not None else "no single rank", f"step {site.step}"]
+    nobody = "several ranks" if site.phase is Phase.LOOP else "no single rank"
+    found = [f"rank {site.rank}" if site.rank is not None else nobody, f"step {site.step}"]
     found += [f"micro-batch {site.micro_batch}"] if site.micro_batch is not None else []
     return [*found, str(site.phase)]
 
 
 def what(site: Site) -> str:
     """What happened at an origin, and what was finite before it; without rank and step, which `where` tells."""
+    if site.phase is Phase.LOOP:
+        return _changed_text(site)
     if site.suspects:
         return _suspects_text(site)
     if site.inline_code is not None:
@@ -59,15 +62,21 @@ def what(site: Site) -> str:
             return f"gradient of {site.slot} is {kind} after communication; this rank's own gradient was finite"
         case Phase.REDUCE:
             return f"gradient of {site.slot} is {kind} only after communication; every rank's own gradient was finite"
-        case Phase.LOOP:
-            whose = "on every rank" if site.input_kind is None else "on this rank"
-            return (
-                f"gradient of {site.slot} is {kind}; finite after the backward {whose}, changed by code before the step"
-            )
         case Phase.OPTIMIZER if site.layer is not None:
             return f"{site.slot} is {kind} after the update, and was not before it"
         case _:
             return seen(site)
+
+
+def _changed_text(site: Site) -> str:
+    """The text for gradients that code of the loop has changed: of several no one is told to be the first."""
+    kind, whose = KIND_WORDS[site.kind], "on every rank" if site.input_kind is None else "on this rank"
+    subject = f"gradients of {_all_of(site.suspects)} are" if site.suspects else f"gradient of {site.slot} is"
+    return f"{subject} {kind}; finite after the backward {whose}, changed by code before the step"
+
+
+def _all_of(names: tuple[str, ...]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _input_text(site: Site) -> str:

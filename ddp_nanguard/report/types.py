@@ -133,7 +133,8 @@ class Site:
     """Where one value was seen non-finite.
 
     Attributes:
-        rank: global rank; None for ``reduce``, where the value began on no single rank.
+        rank: global rank; None for ``reduce``, where the value began on no single rank, and for ``loop``, where several
+            ranks had it at once.
         step: number of the optimizer step.
         micro_batch: index in the window; None for state, reduce, loop and optimizer.
         phase: see `Phase`.
@@ -146,7 +147,8 @@ class Site:
         input_kind: worst kind among what the value was made from (inputs of the call, gradient of the layer's output,
             the model's output for a loss); None where that was finite, ``unchecked`` where no probe looked at it.
         neg_inf_from: where a -inf that went into the call came from, in words; None where none did.
-        suspects: layers any of which may have made the value, where no probe saw which; else empty.
+        suspects: layers any of which may have made the value, where no probe saw which; for ``loop`` the gradients that
+            were seen bad together, the first few of them; else empty.
         order: execution order within phase and micro-batch; only for sorting.
     """
 

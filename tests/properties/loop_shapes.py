@@ -102,7 +102,7 @@ class Said:
         step: of the origin.
         micro_batch: of the origin.
         phase: of the origin.
-        layer: of the origin, "" for the root.
+        layer: of the origin, "" for the root; None where several gradients are told of.
         slot: of the origin; None where the layer says it all.
     """
 
@@ -134,16 +134,17 @@ def expected(shape: Shape) -> Said | None:
             return Said(*at, "backward", "", None)
         case "code" | "weight" | "moved":
             phase = {"code": "loop", "weight": "state", "moved": "optimizer"}[fault.place]
-            rank = None if fault.place == "code" and _is_spread(shape) else fault.rank
-            return Said(rank, fault.step, None, phase, "blocks.0", "blocks.0.bias")
+            if fault.place == "code" and shape.clip in ("torch", "guard"):
+                return Said(_rank_after_clipping(shape, fault), fault.step, None, phase, None, None)
+            return Said(fault.rank, fault.step, None, phase, "blocks.0", "blocks.0.bias")
         case "buffer":
             return None if _is_healed(shape, fault) else Said(fault.rank, fault.step, None, "state", "norm", None)
     return Said(0, fault.step, None, "optimizer", None, "g0.lr")
 
 
-def _is_spread(shape: Shape) -> bool:
-    """Whether the loop makes one rank's bad gradient that of all ranks: by the norm that FSDP2 clips by."""
-    return shape.wrapper == "fsdp2" and shape.clip in ("torch", "guard")
+def _rank_after_clipping(shape: Shape, fault: LoopFault) -> int | None:
+    """The norm that FSDP2 clips by is that of all ranks, and makes every gradient of every rank bad."""
+    return None if shape.wrapper == "fsdp2" else fault.rank
 
 
 def _is_healed(shape: Shape, fault: LoopFault) -> bool:

@@ -29,6 +29,8 @@ def _said(shape: Shape, report: dict[str, Any] | None) -> Said | None:
         return None
     origin, wanted = report["origin"], expected(shape)
     assert origin is not None, shape
+    if origin["phase"] == "loop" and origin["suspects"]:
+        return Said(origin["rank"], origin["step"], origin["micro_batch"], "loop", None, None)
     layer = origin["layer"]
     slot = origin["slot"] if wanted is not None and wanted.slot is not None else None
     return Said(origin["rank"], origin["step"], origin["micro_batch"], origin["phase"], layer, slot)

@@ -56,6 +56,10 @@ def _between(name: str, rank: int, model: nn.Module, bad: bool) -> None:
         parameters[2].grad = parameters[2].grad + (math.nan if bad and rank == 1 else 0.0)  # type: ignore[operator]
     elif name == "norm":
         CLIP(parameters, math.nan if bad else 1.0)
+    elif name == "clipped":  # by torch._foreach_mul_, which raises no version of a DTensor; the norm is of all ranks
+        if bad and rank == 1:
+            parameters[0].grad.to_local().fill_(math.nan)  # type: ignore[union-attr]
+        CLIP(parameters, 1.0)
     elif name == "own all-reduce":
         for parameter in parameters:
             dist.all_reduce(parameter.grad)
@@ -100,6 +104,7 @@ JOBS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "noise, deferred": ("noise", "ddp", {"verdict": "deferred"}),
     "norm, fsdp1": ("norm", "fsdp1", {}),
     "normalised, fsdp2": ("normalised", "fsdp2", {}),
+    "clipped, fsdp2": ("clipped", "fsdp2", {}),
     "reduce": ("reduce", "ddp", {}),
     "reduce on one": ("reduce on one", "ddp", {}),
     "own all-reduce": ("own all-reduce", "plain", {}),
@@ -127,20 +132,25 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]
 @pytest.mark.parametrize(
     ("job", "rank", "num_parameters"),
     [
-        ("normalised", 0, 1),
+        ("normalised", None, 1),
         ("noise", 1, 4),
         ("noise, deferred", 1, 4),
-        ("norm, fsdp1", 0, 1),
-        ("normalised, fsdp2", 0, 1),
+        ("norm, fsdp1", None, 1),
+        ("normalised, fsdp2", None, 1),
+        ("clipped, fsdp2", None, 4),
     ],
 )
 def test_code_between_backward_and_step_is_told_with_parameter_and_rank(
-    ran: tuple[dict[str, Any], Path], job: str, rank: int, num_parameters: int
+    ran: tuple[dict[str, Any], Path], job: str, rank: int | None, num_parameters: int
 ) -> None:
     text, report = ran[0][job]
     origin = report["origin"]
     assert (origin["phase"], origin["rank"], origin["step"]) == ("loop", rank, BAD_STEP)
-    assert f"rank {rank}, step {BAD_STEP}, loop: gradient of {origin['slot']} is " in text
+    who = "several ranks" if rank is None else f"rank {rank}"
+    which = (
+        "gradient of 0.weight is " if num_parameters == 1 else "gradients of 0.weight, 0.bias, 2.weight and others are "
+    )
+    assert text.startswith(f"{who}, step {BAD_STEP}, loop: {which}")
     assert "finite after the backward on every rank, changed by code before the step" in text
     together = f"{num_parameters} gradients were seen bad together, so which was first is not known"
     assert (together in text) is (num_parameters > 1)
