@@ -138,7 +138,11 @@ def expected(shape: Shape) -> Said | None:
                 return Said(_rank_after_clipping(shape, fault), fault.step, None, phase, None, None)
             return Said(fault.rank, fault.step, None, phase, "blocks.0", "blocks.0.bias")
         case "buffer":
-            return None if _is_healed(shape, fault) else Said(fault.rank, fault.step, None, "state", "norm", None)
+            if fault.step == 0 or _is_healed(
+                shape, fault
+            ):  # what was so before training is told once, and stops nothing
+                return None
+            return Said(fault.rank, fault.step, None, "state", "norm", None)
     return Said(0, fault.step, None, "optimizer", None, "g0.lr")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.properties.loop_jobs import run_clean, run_shapes
@@ -13,8 +13,12 @@ from tests.properties.loop_shapes import Said, Shape, clean_loops, expected, fau
 from tests.properties.test_origins import REPEATABLE
 from tests.ranks import run_ranks
 
-IN_A_ROW = 16
-"""Loops that one launch of two ranks runs, at most."""
+IN_A_ROW = 15
+"""Loops that one launch of two ranks runs."""
+
+
+def _rows_of(loops: st.SearchStrategy[Shape]) -> st.SearchStrategy[list[Shape]]:
+    return st.lists(loops, min_size=IN_A_ROW, max_size=IN_A_ROW)
 
 
 def _assert_named(shapes: list[Shape]) -> None:
@@ -42,15 +46,23 @@ def _assert_clean(shapes: list[Shape]) -> None:
             assert guarded == unguarded, shape
 
 
-@pytest.mark.timeout(600)
-@REPEATABLE
-@given(st.lists(faulty_loops(), min_size=1, max_size=IN_A_ROW))
+@pytest.mark.timeout(300)  # a failure is shrunk first
+@settings(REPEATABLE, max_examples=8)
+@given(_rows_of(faulty_loops()))
 def test_the_fault_is_named_exactly(shapes: list[Shape]) -> None:
     _assert_named(shapes)
 
 
-@pytest.mark.timeout(600)
-@REPEATABLE
-@given(st.lists(clean_loops(), min_size=1, max_size=IN_A_ROW))
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+@settings(REPEATABLE, max_examples=400)
+@given(_rows_of(faulty_loops()))
+def test_so_it_is_in_many_more_loops(shapes: list[Shape]) -> None:
+    _assert_named(shapes)
+
+
+@pytest.mark.timeout(300)
+@settings(REPEATABLE, max_examples=5)
+@given(_rows_of(clean_loops()))
 def test_a_clean_loop_trains_to_the_same_bits(shapes: list[Shape]) -> None:
     _assert_clean(shapes)
