@@ -64,7 +64,7 @@ class Shape:
         tied: the last block shares the weight of the first one.
         sparse: an embedding with sparse gradients.
         norm: a BatchNorm.
-        critic: another model, not guarded, is trained in between on the output.
+        critic: another model, not guarded, is trained before it on an output of this one.
         deferred: the verdict is read one step late.
         zero: gradients are zeroed before the backward, not after the update.
     """
@@ -134,7 +134,7 @@ def expected(shape: Shape) -> Said | None:
             return Said(*at, "backward", "", None)
         case "code" | "weight" | "moved":
             phase = {"code": "loop", "weight": "state", "moved": "optimizer"}[fault.place]
-            if fault.place == "code" and shape.clip in ("torch", "guard"):
+            if fault.place == "code" and _is_spread(shape):
                 return Said(_rank_after_clipping(shape, fault), fault.step, None, phase, None, None)
             return Said(fault.rank, fault.step, None, phase, "blocks.0", "blocks.0.bias")
         case "buffer":
@@ -144,6 +144,12 @@ def expected(shape: Shape) -> Said | None:
                 return None
             return Said(fault.rank, fault.step, None, "state", "norm", None)
     return Said(0, fault.step, None, "optimizer", None, "g0.lr")
+
+
+def _is_spread(shape: Shape) -> bool:
+    """Whether clipping makes all gradients bad before the guard looks at them; its own looks first, where it can."""
+    looks_first = shape.clip == "guard" and shape.wrapper != "fsdp2" and not shape.deferred
+    return shape.clip in ("torch", "guard") and not looks_first
 
 
 def _rank_after_clipping(shape: Shape, fault: LoopFault) -> int | None:
