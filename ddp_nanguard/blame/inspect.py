@@ -7,7 +7,7 @@ can do all of this alone, also when its peers are gone.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -243,6 +243,19 @@ def _batches(context: GuardContext, micro_batches: list[MicroBatch]) -> list[Non
     return _batch_findings(micro_batches) if Phase.INPUT in context.config.watched else []
 
 
+def _of_the_step(record: StepRecord, findings: RankFindings) -> NonFiniteState:
+    """The state that was bad in the step: of a step whose verdict was deferred the next forward has changed buffers.
+
+    Under DDP it has overwritten them by those of rank 0, on which the step may have spoilt them.
+    """
+    if record.is_current:
+        return findings.nonfinite_state
+    bad = [stats.source for stats in findings.slot_stats if not is_clean(stats)]
+    names = {source.name for source in bad if isinstance(source, StateSource) and source.when == "written"}
+    state = findings.nonfinite_state
+    return replace(state, buffers=[buffer for buffer in state.buffers if buffer.name in names])
+
+
 def blame_input(context: GuardContext, record: StepRecord, findings: RankFindings) -> BlameInput:
     """Collect everything that the sites of this rank are read from, the slots of earlier clean steps included.
 
@@ -261,7 +274,7 @@ def blame_input(context: GuardContext, record: StepRecord, findings: RankFinding
         is_ignored=context.is_ignored,
         losses={(m.index, name): loss for m in micro_batches for name, loss in m.losses.items()},
         batch=attempt("batches were not read again", lambda: _batches(context, micro_batches), []),
-        nonfinite_state=findings.nonfinite_state,
+        nonfinite_state=_of_the_step(record, findings),
         reduced=attempt(
             "reduced gradients were not read again", lambda: _reduced_findings(context, record, findings.slot_stats), []
         ),

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.properties.loop_jobs import run_clean, run_shapes
-from tests.properties.loop_shapes import Said, Shape, clean_loops, expected, faulty_loops
+from tests.properties.loop_shapes import LoopFault, Said, Shape, clean_loops, expected, faulty_loops
 from tests.properties.test_origins import REPEATABLE
 from tests.ranks import run_ranks
 
@@ -19,6 +19,32 @@ IN_A_ROW = 15
 
 def _rows_of(loops: st.SearchStrategy[Shape]) -> st.SearchStrategy[list[Shape]]:
     return st.lists(loops, min_size=IN_A_ROW, max_size=IN_A_ROW)
+
+
+FOUND = [
+    # the next forward of a deferred step has given rank 0's spoilt buffers to all ranks: "finite" on the other one
+    Shape("ddp", norm=True, deferred=True, fault=LoopFault("forward", rank=0, step=1, block=2)),
+    Shape("ddp", norm=True, deferred=True, critic=True, watched=False, fault=LoopFault("forward", 0, 1, block=2)),
+    # what clips DTensors raises no version of theirs: told as a bad update
+    Shape("fsdp2", clip="torch", fault=LoopFault("code", rank=1, step=1)),
+    Shape("fsdp2", clip="torch", deferred=True, fault=LoopFault("code", rank=0, step=2)),
+    Shape("fsdp2", surgery="scale", fault=LoopFault("code", rank=1, step=0)),
+    # clipping has made all gradients bad: the first of them was named
+    Shape("ddp", clip="torch", fault=LoopFault("code", rank=1, step=1)),
+    # a sparse gradient, looked at by itself, was told to be the first
+    Shape("ddp", sparse=True, fault=LoopFault("grad", rank=0, step=2, block=2)),
+    # ranks that got it by the loop's own averaging: "a hook of the job has changed them"
+    Shape(frozen=True, fault=LoopFault("grad", rank=0, step=1, block=1)),
+    # an optimizer whose step calls its parent's had two verdicts a step
+    Shape("ddp", entry="model", loader=False, fault=LoopFault("moved", rank=0, step=1)),
+    # a loss that nobody has shown to the guard
+    Shape(watched=False, second_call=True, fault=LoopFault("loss", rank=0, step=1, call=2)),
+]
+"""Loops in which something else was said once."""
+
+
+def test_what_was_wrong_once_is_named_exactly() -> None:
+    _assert_named(FOUND)
 
 
 def _assert_named(shapes: list[Shape]) -> None:
