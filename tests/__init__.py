@@ -2,7 +2,7 @@
 
 unit/        one file per subject, one process, seconds in all
 reasons/     jobs that really make each value, in one process: the reason, its sentence, the line
-properties/  what hypothesis draws: a fault at any place of any module tree, a dump changed anywhere
+properties/  what hypothesis draws: a fault at any place of any module tree or training loop, a dump changed anywhere
 ranks/       real processes: wrappers, verdict, dumps, replays, teardown; `test_matrix` crosses them with faults
 cases/       public failure reports, restated
 e2e/         the demo, the example and the fire drill, under torchrun
