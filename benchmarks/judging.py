@@ -72,7 +72,6 @@ EVERY_RANK = (
     "F01 with the weights of before",
     "F02 a warm-up of no steps",
     "F04 finite gradients, a bad update",
-    "G09 a sentinel that is never filled",
     "K07 a power that underflows",
     "K10 a count that runs down",
     "K11 gradients that the loop normalises",

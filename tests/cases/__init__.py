@@ -20,7 +20,7 @@ J      hooks, and the mechanics of looking at values    `test_j_hooks`
 K      what loop, state and communication do to it      `test_k_answers`
 =====  ===============================================  ==================
 
-There are 109. Numbers are not consecutive: near-duplicates of a case were left out and the others kept their numbers.
+There are 110. Numbers are not consecutive: near-duplicates of a case were left out and the others kept their numbers.
 Tests elsewhere that restate a case name it in the same way. Most cases are data (`harness.Case`), run by one
 `test_case` per module on two ranks; the others are tests of their own. `not_here` lists the cases that cannot run here,
 with the reason; `test_all_here` sees to it that each number is either run or listed. pytest prints a tally at the end.

@@ -1,6 +1,7 @@
 """Group K: what loop, state and communication do to a value, or to what can be said of it."""
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.cases.harness import Case, Launch, batch_of, each, flagged
+from tests.cases.harness import Case, Launch, batch_of, check_reason, diagnosed_dump, each, flagged, run_case
 from tests.cases.parts import INF, WIDTH, N, ValidatedArgs, given, mlp, of_batch
+from tests.ranks import run_ranks_raw
 
 THIS = sys.modules[__name__]
 
@@ -41,6 +43,18 @@ def balanced(model: Any, batch: dict[str, Any]) -> Tensor:
     if dist.is_initialized():
         dist.all_reduce(total)
     return (model(batch["x"]).mean(-1) * (scores / total).mean(-1)).sum()  # type: ignore[no-any-return]
+
+
+def matched(model: Any, batch: dict[str, Any]) -> Tensor:
+    """Costs for an assignment, which takes no NaN."""
+    costs = model(batch)
+    if not bool(costs.isfinite().all()):
+        raise ValueError("matrix contains invalid numeric entries")
+    return costs.mean()  # type: ignore[no-any-return]
+
+
+def logarithm(h: Tensor, batch: dict[str, Any]) -> Tensor:
+    return (h.square() * batch["g"]).log()  # <K03>
 
 
 class Observed(ValidatedArgs):
@@ -194,6 +208,14 @@ def divided(h: Tensor, batch: dict[str, Any]) -> Tensor:
 
 K06, K11 = "https://github.com/NVIDIA/DALI/issues/6027", "https://github.com/WeiChengTseng/Pytorch-PCGrad/issues/7"
 LOOP = ("", "", "code after the backward")
+RAISING = Case(
+    "https://github.com/open-mmlab/mmdetection/issues/4902",
+    batch_of(g=flagged(1)),
+    None,
+    None,
+    given(logarithm),
+    matched,
+)
 CASES = {
     "K01 eigenvalues that are equal": Case(
         "https://github.com/pytorch/pytorch/issues/49886", batch_of(g=flagged(1)),
@@ -299,6 +321,22 @@ def test_what_comes_again(name: str, said: tuple[str, str, str], ended: Launch) 
     assert (ended.report(name)["second_look"]["outcome"], replayed.outcome) == (look, outcome), replayed.reason
     assert words in replayed.reason
     assert "hardware" not in replayed.reason
+
+
+def raising(rank: int, world_size: int, directory: str) -> None:
+    run_case(rank, RAISING, directory)
+
+
+def test_K03_a_step_that_raises(tmp_path: Path) -> None:
+    """https://github.com/open-mmlab/mmdetection/issues/4902: both ranks end, and the raise is what comes again."""
+    outcomes = run_ranks_raw(raising, through_excepthook=True, directory=str(tmp_path))
+    assert [outcome.exit_code for outcome in outcomes] == [65, 65]
+    (dump,) = tmp_path.glob("step-*")
+    found = diagnosed_dump(RAISING, str(dump), None)
+    assert found.outcome is not None and found.outcome.outcome == "same"
+    raised = [note for note in found.outcome.notes if note.startswith("the step raised ValueError at ")]
+    assert len(raised) == 1 and raised[0].endswith("as in training: matrix contains invalid numeric entries")
+    check_reason(THIS, ("aten.log.default", "K03", "edge of domain"), found)
 
 
 def test_K04_told_once_by_one_rank(ended: Launch) -> None:
