@@ -97,7 +97,7 @@ class Run:
         self.parameters = [name for name, _ in self.model.named_parameters()]
         self.optimizer = case.optimizer(self.model.parameters())
         called, self.stepped = tool.start(case, self.model, self.optimizer, self.scaler, self.directory)
-        for index, items in enumerate(tool.batches([case.batch(self.rank, i) for i in range(case.batches)])):
+        for index, items in enumerate(tool.batches(case.batch(self.rank, i) for i in range(case.batches))):
             self._micro_batch(called, items, index)
             if (index + 1) % case.accumulation == 0:
                 self._update(index)

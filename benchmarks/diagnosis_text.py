@@ -34,7 +34,7 @@ pip install -c constraints.txt -e '.[test,bench]'
 python benchmarks/diagnosis.py --write benchmarks/results/diagnosis.md
 ```
 
-Machine: {machine}, gloo, one thread per rank. The run takes about five minutes.
+Machine: {machine}, gloo, one thread per rank. The run takes about six minutes.
 
 **Read it with this in mind.** The cases were collected for this project and ddp_nanguard was developed against them;
 what is asked of each is what this project wants to be told. The other tools were made for other or for smaller

@@ -44,7 +44,7 @@ MODULES = tuple(
     f"tests.cases.test_{name}"
     for name in (
         *("a_lockstep", "b_precision", "c_sharding", "d_model", "e_data", "f_optimizer", "g_legitimate", "h_calls"),
-        *("i_replay", "j_hooks"),
+        *("i_replay", "j_hooks", "k_answers"),
     )
 )
 
@@ -72,7 +72,9 @@ EVERY_RANK = (
     "F01 with the weights of before",
     "F02 a warm-up of no steps",
     "F04 finite gradients, a bad update",
-    "G09 a sentinel that is never filled",
+    "K07 a power that underflows",
+    "K10 a count that runs down",
+    "K11 gradients that the loop normalises",
 )
 """No rank began it alone."""
 
@@ -89,10 +91,19 @@ SAME = {
     "mul": ("__mul__", "__rmul__"),
     "nll_loss_forward": ("nll_loss", "cross_entropy"),
 }
-FORWARD_OF = {"D01": "log", "D02": "sqrt", "D14": "sqrt", "D17": "kernel", "H03": "sqrt", "J14": "sqrt"}
+FORWARD_OF = {
+    "D01": "log",
+    "D02": "sqrt",
+    "D14": "sqrt",
+    "D17": "kernel",
+    "H03": "sqrt",
+    "J14": "sqrt",
+    "K01": "linalg_eigh",
+}
 """Marker of a line -> the forward function whose backward made the value there."""
 
 WORDS = {
+    "code after the backward": r"after (the )?backward",
     "bad input": r"^input.* has |bad input|batch",
     "constant": r"constant",
     "division by zero": r"divi\w+ by zero|by 0",
@@ -201,7 +212,7 @@ def _place(module: ModuleType, marker: str) -> tuple[str, int] | None:
 
 def _layer(origin: dict[str, Any]) -> str | None:
     """As the case says, else the owner of its parameter; None where no layer is at fault."""
-    if "layer" in origin or origin.get("phase") not in ("state", "backward", "reduce", "optimizer"):
+    if "layer" in origin or origin.get("phase") not in ("state", "backward", "reduce", "loop", "optimizer"):
         return origin.get("layer")
     slot = origin.get("slot", "").removesuffix(".exp_avg")
     return slot.rpartition(".")[0] if slot else None

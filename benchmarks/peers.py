@@ -95,7 +95,7 @@ class Tool:
         case.register(model)  # some cases keep what they register
         return model, optimizer
 
-    def batches(self, items: list[Any]) -> Iterable[Any]:
+    def batches(self, items: Iterable[Any]) -> Iterable[Any]:
         return items
 
     def around(self) -> contextlib.AbstractContextManager[Any]:
@@ -148,7 +148,7 @@ class Guard(Tool):
         self.guard.register(**case.register(model))
         return self.guard, optimizer
 
-    def batches(self, items: list[Any]) -> Iterable[Any]:
+    def batches(self, items: Iterable[Any]) -> Iterable[Any]:
         return self.guard.steps(items)
 
     def step(self, case: Case, called: Any, items: Any) -> Any:

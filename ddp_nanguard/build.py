@@ -88,6 +88,8 @@ def build_context(
     ranks.bound_waiting()
     if args.config.enabled:
         guarded.add(args.wrapper.root)
+        if ranks.index == 0:
+            _warn_of_small_eps(args.optimizers)
     else:
         ranks.close()
     context = compose(args, ranks, replay, device)
@@ -135,8 +137,6 @@ def compose(args: ValidatedArgs, ranks: RankGroup, recipe: str | None, device: t
         frozenset(left_out),
         wrapper.pending_gradient_bytes(),
     )
-    if config.enabled:
-        _warn_of_small_eps(args.optimizers)
     watches_gradients = config.enabled and not config.watched.isdisjoint((Phase.BACKWARD, Phase.REDUCE))
     return GuardContext(
         config=config,

@@ -59,6 +59,7 @@ class ModelCall:
         problem: why the call cannot be made again as it was; None where it can.
         caller: code, last instruction and line number of the user's frame that made the call.
         is_training: whether the model was in training mode.
+        is_frozen: whether no parameter required a gradient, as a critic's while the loss of another model calls it.
         has_returned: whether the function has returned; False while it runs, and for good where it raised.
     """
 
@@ -75,6 +76,7 @@ class ModelCall:
     screens: list[Tensor | None] = field(default_factory=list)
     problem: str | None = None
     is_training: bool = True
+    is_frozen: bool = False
     has_returned: bool = False
     caller: tuple[CodeType, int, int] | None = None
     _arguments: list[_Argument] = field(default_factory=list)
@@ -213,6 +215,7 @@ class ModelCalls:
             is_step,
             caller=_users_position(),
             is_training=_is_training(function, args, is_step),
+            is_frozen=bool(self._weights) and not any(weight.requires_grad for weight in self._weights),
         )
         found = enumerate(_flat_paths(args) if is_flat else named_tensors_in((kept_args, kept_kwargs)))
         call._arguments = [_Argument(path, tensor, index < MAX_FINGERPRINTS) for index, (path, tensor) in found]

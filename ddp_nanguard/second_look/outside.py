@@ -20,8 +20,11 @@ def runs_step(record: StepRecord) -> bool:
 
 
 def is_outside(origin: Site | None) -> bool:
-    """Whether a value was made by code of the training loop: the loss, or its backward down to the model's output."""
-    if origin is None:
+    """Whether a value was made by code of the training loop: the loss, or its backward down to the model's output.
+
+    A loss of -Inf is the model's where its output held -Inf; what a loss makes of masked scores is +Inf or NaN.
+    """
+    if origin is None or (origin.phase is Phase.LOSS and origin.kind == origin.input_kind == "-inf"):
         return False
     in_loop = origin.inline_code is not None and origin.inline_code.layer is None
     return origin.phase is Phase.LOSS or (origin.phase is Phase.BACKWARD and in_loop)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ddp_nanguard.blame import local_sites
 from ddp_nanguard.blame.inspect import RankFindings, blame_input, rescan
@@ -27,6 +29,7 @@ from ddp_nanguard.probes.slot_keys import vital_signs
 from ddp_nanguard.replay.session import is_compiled
 from ddp_nanguard.report.types import Site
 from ddp_nanguard.step.monitor import StepMonitor
+from ddp_nanguard.tensors.batch import batch_tensors
 from ddp_nanguard.tensors.containers import copy_containers, tensors_in
 from ddp_nanguard.validate import ValidatedArgs
 from ddp_nanguard.wrappers import wrapper_of
@@ -162,19 +165,35 @@ class StepAgain:
         with self.context.wrapper.syncing(reduces):
             for event in events_of(window.calls.events, micro_batch.index):
                 if isinstance(event, ModelCall):
-                    graphs[id(event)] = self._call(event, monitor, watcher)
+                    arguments = self._arguments(event, micro_batch.batch, watcher)
+                    graphs[id(event)] = self._call(event, arguments, monitor, watcher)
                 elif isinstance(event, WatchedLoss):  # of code outside of what is called: as it was in training
                     monitor.watch_loss(event.name, micro_batch.losses[event.name])
                 else:
                     _backward(event, window.calls.calls, graphs, watcher)
 
-    def _call(self, call: ModelCall, monitor: StepMonitor, watcher: Watcher | None) -> list[Tensor]:
+    def _arguments(self, call: ModelCall, batch: Any, watcher: Watcher | None) -> Any:
+        """Positional and keyword arguments of a call."""
+        if not self.context.config.copy_batch:
+            return copy_containers((call.args, call.kwargs), _as_argument)
+        items = batch_tensors(batch) if watcher is not None else {}
+
+        def own(tensor: Tensor) -> Tensor:
+            copy = _as_own_argument(tensor)
+            name = next((name for name, item in items.items() if _holds_the_same(item, tensor)), None)
+            if watcher is not None and name is not None:
+                watcher.name(copy, name)
+            return copy
+
+        # copies are there because the step may change them: each run needs its own, which no operator of the step makes
+        with _disable_current_modes():
+            return copy_containers((call.args, call.kwargs), own)
+
+    def _call(self, call: ModelCall, arguments: Any, monitor: StepMonitor, watcher: Watcher | None) -> list[Tensor]:
         """Make the call again; its outputs that have a graph."""
         rng.restore(call.random_state, self.record.window.generators, self.context.device)
-        # copies are there because the step may change them: each run needs its own
-        as_argument = _as_own_argument if self.context.config.copy_batch else _as_argument
-        args, kwargs = copy_containers((call.args, call.kwargs), as_argument)
-        with _autocast(call):
+        args, kwargs = arguments
+        with _autocast(call), _frozen(self.context.wrapper.root if call.is_frozen else None):
             output = call.function(*args, **kwargs)
         if call.is_step:
             for name, value in named_losses({"loss": output}):
@@ -224,6 +243,14 @@ def _backward(
     if outputs:
         more = any(task > event.graph_task for call in calls if id(call) in graphs for task in call.gradients)
         torch.autograd.backward(outputs, seeds, retain_graph=more or None)
+
+
+def _holds_the_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors look alike to the last value; a NaN is like any other. Host sync: one."""
+    kinds = [(type(each), each.layout, each.shape, each.dtype, each.device) for each in (one, other)]
+    if kinds[0] != kinds[1] or one.layout is not torch.strided:
+        return False
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _as_own_argument(tensor: Tensor) -> Tensor:
@@ -300,6 +327,19 @@ def _autocast(call: ModelCall) -> Iterator[None]:
         for kind, enabled, dtype in call.autocast:
             stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
         yield
+
+
+@contextlib.contextmanager
+def _frozen(model: nn.Module | None) -> Iterator[None]:
+    """Parameters of a model that is given require no gradient within the block."""
+    parameters = [p for p in model.parameters() if p.requires_grad] if model is not None else []
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
 
 
 _nothing = contextlib.nullcontext

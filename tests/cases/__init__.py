@@ -17,9 +17,10 @@ G      non-finite values that are meant                 `test_g_legitimate`
 H      compiled code, recomputation, accumulation       `test_h_calls`
 I      replay and reproduction                          `test_i_replay`
 J      hooks, and the mechanics of looking at values    `test_j_hooks`
+K      what loop, state and communication do to it      `test_k_answers`
 =====  ===============================================  ==================
 
-There are 96. Numbers are not consecutive: near-duplicates of a case were left out and the others kept their numbers.
+There are 110. Numbers are not consecutive: near-duplicates of a case were left out and the others kept their numbers.
 Tests elsewhere that restate a case name it in the same way. Most cases are data (`harness.Case`), run by one
 `test_case` per module on two ranks; the others are tests of their own. `not_here` lists the cases that cannot run here,
 with the reason; `test_all_here` sees to it that each number is either run or listed. pytest prints a tally at the end.

@@ -140,7 +140,7 @@ def run_case(rank: int, case: Case, directory: str) -> Ended:
         loop = Loop(
             model, optimizer, training.step, guard, scaler, training.accumulation, case.runs_step, total=case.total
         )
-        ended = _trained(rank, case, loop, list(training.batches))
+        ended = _trained(rank, case, loop, training.batches)
         with contextlib.suppress(NonFiniteError):
             guard.close()
     ended.finite = all(bool(t.isfinite().all()) for t in [*_local(model), *model.buffers()] if t.is_floating_point())

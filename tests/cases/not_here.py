@@ -15,6 +15,7 @@ GROUPS = {
     "H": "compile, recompute, accumulation",
     "I": "replay and reproduction",
     "J": "hooks and checker mechanics",
+    "K": "loop, state and communication",
 }
 
 _IDS = """
@@ -28,6 +29,7 @@ _IDS = """
     H01 H02 H03 H04 H05 H08
     I01 I03 I04 I05 I07 I08 I09 I10 I11 I12
     J01 J02 J03 J05 J07 J08 J09 J10 J12 J13 J14 J15
+    K01 K02 K03 K04 K05 K06 K07 K08 K09 K10 K11 K12 K13 K14
 """
 
 IDS = [line for line in _IDS.split() if line]
@@ -64,7 +66,7 @@ PARTLY_HERE = {
 }
 """Id -> what of the public report is left out."""
 
-_ID = re.compile(r"(?:^test_|\[|^)([A-J]\d\d)(?!\d)")
+_ID = re.compile(r"(?:^test_|\[|^)([A-K]\d\d)(?!\d)")
 
 
 def id_of(name: str) -> str | None:

@@ -13,7 +13,7 @@ from tests.cases.not_here import GROUPS, IDS, NOT_HERE, PARTLY_HERE, id_of
 
 FILES = (
     *("a_lockstep", "b_precision", "c_sharding", "d_model", "e_data", "f_optimizer", "g_legitimate", "h_calls"),
-    *("i_replay", "j_hooks"),
+    *("i_replay", "j_hooks", "k_answers"),
 )
 
 
@@ -33,7 +33,7 @@ def test_every_id_has_a_case_or_a_reason() -> None:
     found = {name for module in _modules() for text in _names(module) if (name := id_of(text)) is not None}
     assert found | set(NOT_HERE) == set(IDS)
     assert found & set(NOT_HERE) == set() and set(PARTLY_HERE) <= found
-    assert len(IDS) == len(set(IDS)) == 96
+    assert len(IDS) == len(set(IDS)) == 110
     assert {name[0] for name in IDS} == set(GROUPS)
 
 

@@ -145,6 +145,13 @@ def test_F01_the_weights_of_before_are_put_back(ended: Launch) -> None:
     assert "net.0.weight" in report["nonfinite_state"]
 
 
+def test_F01_the_eps_is_told_once_by_one_rank(ended: Launch) -> None:
+    """https://github.com/pytorch/pytorch/issues/8860."""
+    told = [[line for line in rank.log if "raise eps" in line] for rank in ended["F01 eps is zero in half precision"]]
+    assert [len(lines) for lines in told] == [1, 0]
+    assert told[0][0].startswith("optimizer Adam, group 0: eps=1e-08 is 0 in torch.float16, so that a zero gradient")
+
+
 def test_F02_every_rank_has_the_bad_rate(ended: Launch) -> None:
     """https://github.com/mlcommons/hpc/pull/27."""
     report = ended["F02 a warm-up of no steps"][1].report

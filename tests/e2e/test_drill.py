@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ddp_nanguard.cli.main import main
 from tests.e2e.command import command
 from tests.e2e.exits import EXAMPLE
 from tests.replaying import Replayed
@@ -21,6 +22,16 @@ guard = NanGuard(model, optimizer, enabled=False)
 while True:
     guard(torch.ones(1, 2)).sum().backward()
     optimizer.step()
+"""
+INTEGERS = """
+import torch
+from ddp_nanguard import NanGuard
+model = torch.nn.EmbeddingBag(5, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with NanGuard(model, optimizer) as guard:
+    for batch in guard.steps([torch.ones(3, 2, dtype=torch.int64)] * 4):
+        guard(batch).sum().backward()
+        optimizer.step()
 """
 HANGS = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
 
@@ -60,6 +71,19 @@ def test_a_guard_that_is_off_fails_the_drill(tmp_path: Path) -> None:
     assert _table(ended.output) == {"stopped": "FAILED", "the fault was planted": "FAILED", "no process left": "ok"}
     assert "NOT planted: the guard has enabled=False" in ended.output
     assert ended.output.splitlines()[-1].startswith("drill: FAILED: 2 of 3 promises: forward: stopped; forward: the f")
+
+
+def test_an_input_of_integers_has_no_place_for_the_fault_and_fails_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(INTEGERS)
+    code = main(["drill", "--phase=input", "--timeout=60", f"--out={tmp_path}", "--", sys.executable, str(script)])
+    said = capsys.readouterr().out
+    assert code == 0, said
+    assert _table(said) == {"the fault was planted": "-", "no process left": "ok"}
+    assert "nothing to plant it in: NOT planted: " in said
+    assert said.splitlines()[-1] == "drill: all 1 promises hold"
 
 
 def test_a_job_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:

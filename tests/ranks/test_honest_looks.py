@@ -64,6 +64,10 @@ def _of_a_call(net: Any, batch: Any, guard: NanGuard) -> Tensor:
     return _watched(guard, guard(*batch).square().mean())
 
 
+def _of_a_call_without_square(net: Any, batch: Any, guard: NanGuard) -> Tensor:
+    return _watched(guard, guard(*batch).mean())
+
+
 def _made_before(net: Any, batch: Any, guard: NanGuard) -> Tensor:
     return _watched(guard, guard(batch[0] / batch[1], torch.ones(())).square().mean())
 
@@ -72,6 +76,11 @@ def _evaluated(net: Any, batch: Any, guard: NanGuard) -> Tensor:
     loss = _of_a_call(net, batch, guard)
     net.eval() if float(batch[1]) == 0.0 else net.train()
     return loss
+
+
+class Negative(Net):
+    def forward(self, values: Tensor, divisor: Tensor) -> Tensor:
+        return self.a(values).abs().neg() / divisor  # type: ignore[no-any-return]
 
 
 def _in_place(net: Any, batch: Any, guard: NanGuard) -> Tensor:
@@ -95,6 +104,14 @@ def test_what_the_loop_made_is_not_laid_on_the_operator_that_reads_it() -> None:
     assert report["second_look"]["operator"] is None and report["cause"] == "unknown"
     code = report["origin"]["inline_code"]
     assert (code["layer"], code["after"], code["before"]) == (None, "batch", "")
+
+
+def test_a_loss_of_minus_infinity_that_the_model_gave_is_told_where_the_model_made_it() -> None:
+    report = _raised(Negative(), _of_a_call_without_square, _batches(True), dump_dir=None)
+    origin, look = report["origin"], report["second_look"]
+    assert (origin["phase"], origin["kind"], origin["input_kind"]) == ("loss", "-inf", "-inf")
+    assert (look["text"], look["operator"]["name"]) == ("same: deterministic", "aten.div.Tensor")
+    assert report["cause"].startswith("division by zero: x/0 in `self.a(values).abs().neg() / divisor`")
 
 
 def test_another_mode_since_is_no_second_look() -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ddp_nanguard.diagnosis.trace.events import describe
 from ddp_nanguard.diagnosis.trace.module_stack import ModuleStack
 from ddp_nanguard.diagnosis.trace.trace import Trace
 from ddp_nanguard.probes.slots import SlotBuffer, SlotRole
@@ -134,6 +135,13 @@ def test_kinds_of_tensors(dtype: torch.dtype) -> None:
         torch.zeros(3, dtype=dtype) / torch.zeros(3, dtype=dtype)
     (event,) = trace.events
     assert (event.kind, event.category, event.num_hit) == ("nan", "produced", 3)
+
+
+def test_a_complex_element_counts_once() -> None:
+    inf, nan = math.inf, math.nan
+    parts = [(nan, nan), (nan, inf), (inf, -inf), (0.0, -inf), (1.0, 2.0)]
+    found = describe(torch.tensor([complex(*each) for each in parts]))
+    assert (found.num_nan, found.num_inf, found.num_neg_inf, found.numel) == (2, 1, 1, 5)
 
 
 def test_sparse_gradients() -> None:

@@ -218,10 +218,19 @@ def describe(tensor: Tensor, name: str | None = None) -> Operand:
     value = parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1).double() for part in parts])
     finite = value[torch.isfinite(value)] if value.is_floating_point() else value.reshape(-1)
     low, high = (t.item() for t in torch.aminmax(finite)) if finite.numel() else (None, None)
-    nan, inf, negative = (int(test(value).sum()) for test in (torch.isnan, torch.isposinf, torch.isneginf))
+    nan, inf, negative = _counts(value, is_complex=tensor.is_complex() and len(parts) == 1)
     kind = "nan" if nan else ("inf" if inf else ("-inf" if negative else None))
     numel = tensor.numel()
     return Operand(tuple(tensor.shape), dtype, kind, low, high, nan, inf, negative, numel, name)
+
+
+def _counts(value: Tensor, *, is_complex: bool) -> tuple[int, int, int]:
+    """How many elements are NaN, +Inf and -Inf; a complex one, whose parts lie in the last dim, counts once."""
+    nan, inf, negative = torch.isnan(value), torch.isposinf(value), torch.isneginf(value)
+    if is_complex:
+        nan, inf, negative = nan.any(-1), inf.any(-1), negative.any(-1)
+        inf, negative = inf & ~nan, negative & ~nan & ~inf
+    return int(nan.sum()), int(inf.sum()), int(negative.sum())
 
 
 def _values(tensor: Tensor) -> list[Tensor] | None:
