@@ -71,7 +71,9 @@ def concluded(
         given.unseen.append(f"Python state that a call changes ({listed(now.stateful, 3)})")
     if names := other_gradients(then.recorded, now.findings.recorded):
         given.different.append(f"which parameters got a gradient ({listed(names, 3)})")
-    mine = agreement(then.recorded, now.findings.recorded, now.outputs, context.wrapper.is_sharded, hooked)
+    mine = agreement(
+        then.recorded, now.findings.recorded, now.outputs, context.wrapper.is_sharded, hooked, _without_loss(record)
+    )
     was_bad = [site for site in own_sites(then) if not is_late(site, hooked)]
     late = [site for site in own_sites(then) if is_late(site, hooked)]
     is_finite = now.has_healed or (bool(was_bad) and not now.is_bad)
@@ -92,6 +94,13 @@ def concluded(
         said = f"{_who(different)} with other bits on the second run: {text}"
         return Concluded("elsewhere", said, (), changed_after, is_placed=not elsewhere)
     return Concluded("same", _same_text(context, report, changed_after), (), changed_after)
+
+
+def _without_loss(record: StepRecord) -> set[int | None]:
+    """Micro-batches without a watched loss beside others that have one: calls for the loss of another model."""
+    micro_batches = record.window.micro_batches
+    has_losses = any(micro_batch.losses for micro_batch in micro_batches)
+    return {micro_batch.index for micro_batch in micro_batches if has_losses and not micro_batch.losses}
 
 
 def _vital(context: GuardContext, record: StepRecord, then: RankFindings) -> list[Site]:
