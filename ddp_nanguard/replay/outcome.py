@@ -257,7 +257,7 @@ def _first_given(dump: Dump, rank: int, again: StepResult, alone: bool) -> Site 
 def recorded_alone(dump: Dump, rank: int, alone: bool) -> Site | None:
     """As `first_own_site`; None where others, or code of the loop, have brought it, which is not where it began."""
     site = first_own_site(dump, rank, alone)
-    return None if _came_by_reduce(dump, rank, site) else site
+    return None if _came_by_reduce(dump, rank, site) else _placed(dump, rank, site)
 
 
 def _is_same_place(then: Site, now: Site) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from ddp_nanguard.blame import local_sites
 from ddp_nanguard.blame.inspect import RankFindings, blame_input
+from ddp_nanguard.blame.report import as_changed_by_the_loop
 from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.context import GuardContext
 from ddp_nanguard.probes.slot_keys import vital_signs
@@ -62,7 +63,7 @@ def concluded(
         then: what this rank found at first; its sites are filled in.
         now: the second run; the sites that it found are filled in too.
 
-    Collective: one SUM all-reduce of six bytes per rank and one or two of 8 KiB, on the fault group.
+    Collective: one SUM all-reduce of seven bytes per rank and one or two of 8 KiB, on the fault group.
     """
     ranks = context.ranks
     hooked = _hooked(context)
@@ -79,9 +80,9 @@ def concluded(
     is_finite = now.has_healed or (bool(was_bad) and not now.is_bad)
     is_changed = bool(late) and not is_finite and not was_bad and not now.is_bad
     moved = _has_moved(_vital(context, record, then), now.as_watched)
-    flags = (is_finite, mine.first_different is not None or moved, is_changed, moved)
+    flags = (is_finite, mine.first_different is not None or moved, is_changed, moved, now.is_bad)
     marks = ranks.ranks_where(*flags, bool(given.different), bool(given.unseen))
-    finite, different, changed, elsewhere, others, unseen = marks
+    finite, different, changed, elsewhere, bad, others, unseen = marks
     speaker = (finite or different or [ranks.members[0]])[0]
     text = ranks.text_of(ranks.rank == speaker, _own_text(mine, is_finite))
     if finite:
@@ -89,7 +90,9 @@ def concluded(
         why = ranks.text_of(ranks.rank == knows, _why_finite(context, given))
         whose = f"rank {knows}: " if (others or unseen) and ranks.world_size > 1 else ""
         return Concluded("finite", f"{_who(finite)} finite on the second run, {text}; {whose}{why}", tuple(finite))
-    changed_after = bool(changed) and report.origin is not None and report.origin.phase is Phase.BACKWARD
+    # where a rank's own backward is bad, the others may have had it by a collective of the loop
+    is_late_only = report.origin is not None and report.origin.phase is Phase.BACKWARD and not bad
+    changed_after = bool(changed) and is_late_only
     if different:
         said = f"{_who(different)} with other bits on the second run: {text}"
         return Concluded("elsewhere", said, (), changed_after, is_placed=not elsewhere)
@@ -232,6 +235,8 @@ def merged(first: FaultReport, second: FaultReport, found: Concluded) -> FaultRe
         found: how they agree.
     """
     origin = second.origin
+    if found.outcome == "same" and found.changed_after and first.sites and all(map(_is_of_no_hook, first.sites)):
+        return as_changed_by_the_loop(first)
     if not _is_shown(first, second, found) or origin is None:
         return first
     cause = second.cause if not first.cause.startswith("scale collapse") else first.cause
@@ -241,6 +246,11 @@ def merged(first: FaultReport, second: FaultReport, found: Concluded) -> FaultRe
         affected = tuple(sorted((*first.ranks_affected, origin.rank)))
         first = replace(first, ranks_affected=affected, num_ranks_affected=first.num_ranks_affected + 1)
     return replace(first, origin=origin, sites=second.sites, cause=cause, unchecked=second.unchecked)
+
+
+def _is_of_no_hook(site: Site) -> bool:
+    """Whether a gradient was seen before the update only: the loop has put it there, as after ``autograd.grad``."""
+    return site.phase is Phase.BACKWARD and site.micro_batch is None
 
 
 def _is_shown(first: FaultReport, second: FaultReport, found: Concluded) -> bool:

@@ -196,30 +196,3 @@ def test_a_sparse_gradient_is_recorded_as_the_rank_made_it_and_not_as_ddp_divide
     found = dict(zip(history["fault.labels"].tolist(), history["fault.values"].tolist(), strict=True))
     low, high = found["backward|0|weight|-|gradient|1"]
     assert (low, high) == pytest.approx((1 / 6, 1 / 6))
-
-
-def _with_a_scaler(guard: NanGuard, optimizer: torch.optim.Optimizer, scaler: Any, gradient_of: nn.Parameter) -> None:
-    for step in range(4):
-        scaler.scale(train_step(guard, torch.ones(3, 4))).backward()
-        assert gradient_of.grad is not None
-        if step == 1:
-            gradient_of.grad.fill_(math.inf)  # before it looks: an overflow, which it skips
-        scaler.unscale_(optimizer)
-        if step == BAD_STEP:
-            gradient_of.grad.fill_(math.nan)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-
-
-def test_gradients_that_the_loop_spoils_after_a_scaler_has_unscaled_them_stop_the_job() -> None:
-    net, scaler = _net(), torch.amp.GradScaler("cpu", init_scale=4.0)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    guard = NanGuard(net, optimizer, scaler=scaler, dump_dir=None)
-    with pytest.raises(NonFiniteError) as stopped:
-        _with_a_scaler(guard, optimizer, scaler, dict(net.named_parameters())["2.bias"])
-    guard.close()
-    report = stopped.value.report
-    assert report.origin is not None
-    assert (report.step, report.origin.phase, report.origin.slot) == (BAD_STEP, "loop", "2.bias")
-    assert all(bool(parameter.isfinite().all()) for parameter in net.parameters())
