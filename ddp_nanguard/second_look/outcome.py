@@ -12,7 +12,7 @@ from ddp_nanguard.blame.report import as_changed_by_the_loop
 from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.context import GuardContext
 from ddp_nanguard.probes.slot_keys import vital_signs
-from ddp_nanguard.report.types import FaultReport, Phase, Site
+from ddp_nanguard.report.types import FaultReport, InlineCode, Phase, Site
 from ddp_nanguard.report.wording import listed
 from ddp_nanguard.wrappers.aside import has_hooks_of_the_job
 
@@ -224,6 +224,41 @@ def on_the_makers_rank(report: FaultReport) -> FaultReport:
     if site is None:
         return report
     return replace(report, origin=site, sites=(site, *(other for other in report.sites if other is not site)))
+
+
+def in_a_hook(report: FaultReport, hooked: str | None) -> FaultReport:
+    """The origin between two layers, where a hook of the job on a tensor made the value, and no layer did.
+
+    Args:
+        report: so far.
+        hooked: the layer whose own code made the tensor; None where no hook did it.
+    """
+    origin = report.origin
+    if hooked is None or origin is None or origin.layer is None or origin.phase is not Phase.BACKWARD:
+        return report
+    if origin.inline_code is not None or origin.suspects:
+        return report
+    after = origin.layer if origin.layer != hooked else None
+    is_around = after is not None and _is_within(after, hooked)
+    around = hooked if is_around else _common(_parent(hooked), _parent(origin.layer))
+    code = InlineCode(around, after, None if is_around else hooked)
+    site = replace(origin, layer=around, call=None, slot="grad", input_kind=None, inline_code=code)
+    return replace(report, origin=site, sites=(site, *report.sites[1:]))
+
+
+def _is_within(layer: str, around: str) -> bool:
+    return not around or layer.startswith(f"{around}.")
+
+
+def _parent(layer: str) -> str:
+    return layer.rpartition(".")[0]
+
+
+def _common(one: str, other: str) -> str:
+    """The innermost layer around both."""
+    while one and one != other and not _is_within(other, one):
+        one = _parent(one)
+    return one
 
 
 def merged(first: FaultReport, second: FaultReport, found: Concluded) -> FaultReport:

@@ -1,5 +1,6 @@
-"""Gradients that the loop itself puts on parameters: after ``autograd.grad``, and after a scaler has unscaled them."""
+"""Gradients that code of the job makes: by ``autograd.grad``, after ``unscale_``, and in hooks on tensors."""
 
+import contextlib
 import math
 from typing import Any
 
@@ -87,3 +88,52 @@ def test_gradients_that_the_loop_spoils_after_a_scaler_has_unscaled_them_stop_th
     assert report.origin is not None
     assert (report.step, report.origin.phase, report.origin.slot) == (BAD_STEP, "loop", "2.bias")
     assert all(bool(parameter.isfinite().all()) for parameter in net.parameters())
+
+
+class _Hooked(nn.Module):
+    """A hook on the output of one of its layers, or on a tensor between them, divides the gradient by ``divisor``."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.a, self.b, self.place, self.divisor = nn.Linear(4, 4), nn.Linear(4, 1), place, 1.0
+
+    def forward(self, values: Tensor) -> Tensor:
+        hidden = self.a(values)
+        hidden = self._hooked(hidden * 2 if self.place == "between" else hidden, self.place != "output")
+        return self._hooked(self.b(hidden), self.place == "output")
+
+    def _hooked(self, values: Tensor, is_here: bool) -> Tensor:
+        if is_here and values.requires_grad:
+            values.register_hook(self._divided)
+        return values
+
+    def _divided(self, gradient: Tensor) -> Tensor:
+        return gradient / self.divisor
+
+
+def _trained(net: _Hooked) -> None:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with contextlib.closing(NanGuard(net, optimizer, dump_dir=None)) as guard:
+        for step in range(4):
+            net.divisor = 0.0 if step == BAD_STEP else 1.0
+            train_step(guard, torch.ones(3, 4)).backward()  # type: ignore[no-untyped-call]  # torch's own
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("place", "code"),
+    [
+        ("layer", {"layer": "", "after": None, "before": "a"}),
+        ("between", {"layer": "", "after": "b", "before": None}),
+        ("output", {"layer": "", "after": None, "before": "b"}),
+    ],
+)
+def test_no_layer_is_named_for_what_a_hook_on_a_tensor_made(place: str, code: dict[str, str | None]) -> None:
+    with pytest.raises(NonFiniteError) as stopped:
+        _trained(_Hooked(place))
+    report = stopped.value.report.to_dict()
+    assert report["origin"]["inline_code"] == code
+    operator = report["second_look"]["operator"]
+    assert operator["line"].endswith("in _Hooked._divided")
+    assert operator["in_backward"] is False  # the line itself ran there, not the backward of it
