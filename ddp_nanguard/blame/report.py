@@ -158,6 +158,12 @@ def _with_more(cause: str, known: str) -> str:
     return known if not cause else (cause if known.startswith("unknown") else f"{known}; {cause}")
 
 
+def as_changed_by_the_loop(report: FaultReport) -> FaultReport:
+    """The report of gradients that no hook saw, once it is known that every backward pass made finite ones."""
+    sites = tuple(replace(site, phase=Phase.LOOP, input_kind=None) for site in report.sites)
+    return replace(report, origin=sites[0], sites=sites, cause=_changed_text(sites[0], sites))
+
+
 def _cause_of(origin: Site | None, sites: tuple[Site, ...], let_through: int | None) -> str:
     if origin is None:
         return "unknown: no probe saw where the value came from"

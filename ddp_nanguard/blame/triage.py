@@ -181,17 +181,26 @@ class Triage:
     # -- overflows of a scaler ---------------------------------------------------------------------------------------
 
     def _overflow(self, record: StepRecord) -> Judgement:
-        self.num_overflows += 1
-        self._overflows_in_a_row += 1
         config = self._context.config
         scale = float((record.scaler_state() or {}).get("scale", 1.0))
+        too_small, is_used = self._context.ranks.any_of(scale < config.scale_floor, self._is_used(record))
+        if is_used:
+            return Judgement(None, Severity.FAULT)
+        self.num_overflows += 1
+        self._overflows_in_a_row += 1
         too_many = self._overflows_in_a_row >= config.max_consecutive_overflows
-        (too_small,) = self._context.ranks.any_of(scale < config.scale_floor)
         if not too_many and not too_small:
             return Judgement(Decision.PROCEED, warnings=self._about_overflow(record, scale))
         below = f"a scale fell below scale_floor={config.scale_floor:g}"  # on some rank: the text is the same on all
         reason = f"{self._overflows_in_a_row} overflows in a row" if too_many else below
         return Judgement(None, Severity.FAULT, cause=f"scale collapse: {reason}")
+
+    def _is_used(self, record: StepRecord) -> bool:
+        """Whether the scaler is about to update with bad gradients: they were finite when it unscaled them."""
+        context = self._context
+        if context.scaler is None or not record.is_current or not context.scaler.has_found_none(context.optimizers):
+            return False
+        return rescan(context, record).gradients_bad_now
 
     def _about_overflow(self, record: StepRecord, scale: float) -> tuple[str, ...]:
         """The line for the log about an overflow, with its origin; empty where it is not worth one.

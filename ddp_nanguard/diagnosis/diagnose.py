@@ -127,6 +127,7 @@ def facts_of(dump: Dump, traced: Traced | None, outcome: Result | None) -> Trace
         outcome=str(outcome.outcome) if outcome is not None else None,
         differs=tuple(outcome.differs) if outcome is not None else (),
         was_compiled=dump.manifest.wrapper_description.compiled,
+        wrapper=dump.manifest.wrapper_description.details,
     )
 
 

@@ -23,6 +23,7 @@ from ddp_nanguard.report.slot_key import SlotKey
 from ddp_nanguard.report.types import Phase, Site
 from ddp_nanguard.wrappers.ddp import hooks_left_out
 
+from .comparable import LeftOut, Slots, as_in_training, left_out_of, recorded_slots
 from .run_step import StepResult
 
 
@@ -155,14 +156,15 @@ def compare(
         alone: whether it was run without peers.
         compiled: whether the replay's model is compiled, if that of training was.
     """
-    then = first_own_site(dump, rank, alone)
+    then = _first_given(dump, rank, again, alone)
     # sites are compared as training could see them, which looked at no layer perhaps; people are told the place
-    unseen, again = _as_in_training(recorded, again)
+    left_out = left_out_of(dump, rank, recorded, again)
+    again = as_in_training(recorded, again, left_out)
     seen, now = _first(again.sites, alone), _first(again.as_watched, alone)
     result = Result(rank, Outcome.NOT_REPRODUCED, recorded=_placed(dump, rank, then), replayed=seen, notes=again.notes)
-    result.notes += unseen
-    _compare_slots(dump, rank, recorded, again, alone, result)
-    _compare_losses(recorded, again, result)
+    _compare_losses(recorded, again, left_out, result)
+    _compare_slots(dump, rank, again, alone, left_out, result)
+    result.notes += left_out.notes
     result.differs = differences(dump, rank)
     if dump.manifest.wrapper_description.compiled and not compiled:
         result.differs.append(EAGER_NOW)
@@ -215,42 +217,6 @@ class _Parting:
     alone: bool
 
 
-def _as_in_training(recorded: list[MicroBatch], again: StepResult) -> tuple[list[str], StepResult]:
-    """The step without what training did not look at: losses that it did not watch, calls that were no such step.
-
-    A recipe watches the loss of every micro-batch. Where training watched some losses and none in this micro-batch, the
-    model was called for something else, such as the loss of another model, and the recipe's step stands in for it.
-
-    Returns:
-        Notes, and the step.
-    """
-    watched = {(micro_batch.index, name) for micro_batch in recorded for name in micro_batch.losses}
-    others = _without_loss(recorded)
-
-    def is_site(site: Site) -> bool:
-        return site.micro_batch not in others and (
-            site.phase is not Phase.LOSS or (site.micro_batch, site.slot) in watched
-        )
-
-    def is_slot(key: SlotKey) -> bool:
-        return key.micro_batch not in others and (key.phase is not Phase.LOSS or (key.micro_batch, key.name) in watched)
-
-    kept = replace(
-        again,
-        sites=[site for site in again.sites if is_site(site)],
-        as_watched=[site for site in again.as_watched if is_site(site)],
-        slots={key: values for key, values in again.slots.items() if key.micro_batch is None or is_slot(key)},
-    )
-    notes = [f"micro-batch {i} is a call of the model without a watched loss in training: not compared" for i in others]
-    return notes, kept
-
-
-def _without_loss(recorded: list[MicroBatch]) -> set[int]:
-    """Micro-batches without a watched loss beside others that have one."""
-    has_losses = any(micro_batch.losses for micro_batch in recorded)
-    return {micro_batch.index for micro_batch in recorded if has_losses and not micro_batch.losses}
-
-
 def _first(sites: list[Site], alone: bool) -> Site | None:
     return next((site for site in sites if not (alone and site.phase is Phase.REDUCE)), None)
 
@@ -281,9 +247,28 @@ def first_own_site(dump: Dump, rank: int, alone: bool) -> Site | None:
     return next((site for site in sites if not (alone and site.phase is Phase.REDUCE)), None)
 
 
+def _first_given(dump: Dump, rank: int, again: StepResult, alone: bool) -> Site | None:
+    """As `first_own_site`, without losses that the step does not give under their names, if anything else was bad."""
+    sites = [site for site in dump.evidence(rank).sites if not (alone and site.phase is Phase.REDUCE)]
+    given = [s for s in sites if s.phase is not Phase.LOSS or (s.micro_batch, s.slot) in again.losses]
+    return next(iter(given or sites), None)
+
+
+def recorded_alone(dump: Dump, rank: int, alone: bool) -> Site | None:
+    """As `first_own_site`; None where others, or code of the loop, have brought it, which is not where it began."""
+    site = first_own_site(dump, rank, alone)
+    return None if _came_by_reduce(dump, rank, site) else _placed(dump, rank, site)
+
+
+def _is_same_place(then: Site, now: Site) -> bool:
+    """Whether both are one place; a gradient whose micro-batch was not known may be that of any."""
+    is_of_any = then.phase is Phase.BACKWARD and then.micro_batch is None
+    return then.same_place(replace(now, micro_batch=None) if is_of_any else now)
+
+
 def _conclude(result: Result, then: Site | None, now: Site | None, parting: _Parting) -> None:
     same_bits = result.first_difference is None and all(result.losses.values())
-    same_place = now is not None and then is not None and then.same_place(now)
+    same_place = now is not None and then is not None and _is_same_place(then, now)
     if then is None and now is None and same_bits:
         result.outcome = Outcome.SAME
         result.reason = "this rank saw nothing of its own then, nor now"
@@ -294,6 +279,8 @@ def _conclude(result: Result, then: Site | None, now: Site | None, parting: _Par
         result.reason = (
             "the same bits; its place is known better now" if is_finer else "the same site and the same bits"
         )
+        if not result.num_slots and not result.losses:
+            result.reason = "the same site; nothing was recorded whose bits can be compared"
     elif now is None and then is not None:
         result.reason = _not_reproduced(result, then, parting)
     else:
@@ -379,25 +366,13 @@ def _elsewhere(result: Result, same_place: bool, now: Site | None) -> str:
     return f"now first at {shown.phase!s} · {what(shown)}; {agreement}"
 
 
-_Slots = list[tuple[SlotKey, tuple[float, float]]]
-
-
-def _recorded_slots(dump: Dump, rank: int) -> _Slots:
-    history = dump.history(rank)
-    keys = (SlotKey.from_label(label) for label in history["fault.labels"].tolist())
-    return [(key, (low, high)) for key, (low, high) in zip(keys, history["fault.values"].tolist(), strict=True)]
-
-
-def _compare_slots(
-    dump: Dump, rank: int, window: list[MicroBatch], again: StepResult, alone: bool, result: Result
-) -> None:
-    others = _without_loss(window)
-    recorded = [(key, values) for key, values in _recorded_slots(dump, rank) if key.micro_batch not in others]
+def _compare_slots(dump: Dump, rank: int, again: StepResult, alone: bool, left_out: LeftOut, result: Result) -> None:
+    recorded = [(key, values) for key, values in recorded_slots(dump, rank) if key.micro_batch not in left_out.calls]
     reduced = False
     was_compiled = _was_compiled(key for key, _ in recorded)
     for key, values in recorded:
         reduced = reduced or key.phase is Phase.REDUCE
-        if key not in again.slots and (was_compiled or _need_not_come_again(key)):
+        if left_out.has(key) or (key not in again.slots and (was_compiled or _need_not_come_again(key))):
             continue
         if alone and (key.phase is Phase.REDUCE or (reduced and key.is_parameter_gradient)):
             continue  # after the first reduce the gradients that accumulate are not this rank's alone
@@ -422,7 +397,7 @@ def _need_not_come_again(key: SlotKey) -> bool:
     return key.phase in (Phase.LOSS, Phase.LOOP) or (key.phase is Phase.BACKWARD and key.micro_batch is None)
 
 
-def _common_factor(recorded: _Slots, again: StepResult) -> str | None:
+def _common_factor(recorded: Slots, again: StepResult) -> str | None:
     """A sentence if all gradients differ by one factor: training that backpropagated ``loss / 2`` halves each."""
     ratios: list[float] = []
     for key, then in recorded:
@@ -435,7 +410,7 @@ def _common_factor(recorded: _Slots, again: StepResult) -> str | None:
     return f"gradients were {ratios[0]:.4g} times these: training backpropagated another loss; let step return that one"
 
 
-def _find_extra_slots(recorded: _Slots, again: StepResult, result: Result, watches_layers: bool) -> None:
+def _find_extra_slots(recorded: Slots, again: StepResult, result: Result, watches_layers: bool) -> None:
     """Record forward and loss slots that only the replay has: a step that runs more is not the same step."""
     known = {key for key, _ in recorded}
     if _was_compiled(known):
@@ -460,9 +435,11 @@ def _same_bits(one: tuple[float, float], other: tuple[float, float]) -> bool:
     )
 
 
-def _compare_losses(recorded: list[MicroBatch], again: StepResult, result: Result) -> None:
+def _compare_losses(recorded: list[MicroBatch], again: StepResult, left_out: LeftOut, result: Result) -> None:
     for micro_batch in recorded:
         for name, then in micro_batch.losses.items():
+            if (micro_batch.index, name) in left_out.losses:
+                continue  # its smallest and largest value are compared, as they were when it was watched
             now = again.losses.get((micro_batch.index, name))
             key = f"{name} of micro-batch {micro_batch.index}"
             if now is None:

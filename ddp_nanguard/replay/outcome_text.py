@@ -43,6 +43,8 @@ def _shown_losses(result: Result) -> list[tuple[str, bool]]:
 
 
 def _slots_text(result: Result) -> str:
+    if not result.num_slots and result.first_difference is None:
+        return "none of the recorded minima and maxima can be compared"
     if result.first_difference is None:
         return f"all {result.num_slots} recorded minima and maxima that one rank can compare are bit for bit the same"
     upto = f", identical up to {result.last_same}" if result.last_same else ""

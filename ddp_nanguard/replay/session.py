@@ -18,7 +18,7 @@ from ddp_nanguard.errors import DumpError
 from ddp_nanguard.report.types import Phase
 
 from . import launcher
-from .outcome import Result, compare, first_own_site, not_replayable, why_not_replayable
+from .outcome import Result, compare, not_replayable, recorded_alone, why_not_replayable
 from .rebuild import Rebuilt, apply_settings, rebuild
 from .recipe import Recipe, load_recipe
 from .run_step import StepResult, run_step
@@ -127,7 +127,7 @@ def open_session(paths: Sequence[str], rank: int | None, recipe_name: str | None
             or unregistered_batch(session.window(recipe))
         )
     if reason is not None:
-        session.obstacle = not_replayable(chosen, first_own_site(dump, chosen, alone=True), reason)
+        session.obstacle = not_replayable(chosen, recorded_alone(dump, chosen, alone=True), reason)
     return session
 
 

@@ -113,7 +113,7 @@ def _counts(evidence: Evidence) -> str:
 
 def _affected(report: FaultReport) -> str:
     if report.holders:
-        return f"; held by ranks {listed(report.holders)}"
+        return f"; held by rank{'s' if len(report.holders) > 1 else ''} {listed(report.holders)}"
     if not report.num_ranks_affected:
         return ""
     first = report.origin.rank if report.origin is not None else None

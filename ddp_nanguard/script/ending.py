@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from ddp_nanguard.dump.read import Dump
 from ddp_nanguard.errors import DumpError
-from ddp_nanguard.replay.outcome import EXIT_CODES, Outcome, first_own_site, not_replayable
+from ddp_nanguard.replay.outcome import EXIT_CODES, Outcome, not_replayable, recorded_alone
 from ddp_nanguard.replay.outcome_text import outcome_text
 
 from .request import ReplayRequest
@@ -43,7 +43,7 @@ def end_cannot(request: ReplayRequest, dump: Dump, rank: int, alone: bool, reaso
     """
     site = None
     with contextlib.suppress(DumpError):
-        site = first_own_site(dump, rank, alone)
+        site = recorded_alone(dump, rank, alone)
     result = not_replayable(rank, site, reason)
     end(request, result.to_dict(), outcome_text(result), EXIT_CODES[Outcome.CANNOT])
 

@@ -68,6 +68,7 @@ def agreement(
     outputs: list[OutputPair],
     is_sharded: bool,
     left_out: Container[str],
+    other_calls: Container[int | None] = (),
 ) -> Agreement:
     """Compare what both runs have seen: the model's outputs, losses, and each rank's own gradients.
 
@@ -77,9 +78,10 @@ def agreement(
         outputs: of the model, in both.
         is_sharded: whether the second run reduced its gradients too.
         left_out: names of parameters whose gradients are not compared.
+        other_calls: micro-batches whose gradients are not compared: what was there before the window is added to them.
     """
     last_same = first_different = None
-    for what, is_same in (*_same_outputs(outputs), *_same_slots(then, now, is_sharded, left_out)):
+    for what, is_same in (*_same_outputs(outputs), *_same_slots(then, now, is_sharded, left_out, other_calls)):
         if is_same:
             last_same = what if first_different is None else last_same
         else:
@@ -94,13 +96,17 @@ def _same_outputs(outputs: list[OutputPair]) -> Iterator[tuple[str, bool]]:
 
 
 def _same_slots(
-    then: list[SlotStats], now: list[SlotStats], is_sharded: bool, left_out: Container[str]
+    then: list[SlotStats],
+    now: list[SlotStats],
+    is_sharded: bool,
+    left_out: Container[str],
+    other_calls: Container[int | None],
 ) -> Iterator[tuple[str, bool]]:
     again = dict(keyed_slots(now))
     reduced = False
     for key, values in keyed_slots(then):
         reduced = reduced or key.phase is Phase.REDUCE
-        is_left_out = key.is_parameter_gradient and key.name in left_out
+        is_left_out = key.is_parameter_gradient and (key.name in left_out or key.micro_batch in other_calls)
         if key in again and not is_left_out and _comparable(key, reduced, is_sharded):
             yield str(key), same_bits(values, again[key])
 

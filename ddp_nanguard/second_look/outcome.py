@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 
 from ddp_nanguard.blame import local_sites
 from ddp_nanguard.blame.inspect import RankFindings, blame_input
+from ddp_nanguard.blame.report import as_changed_by_the_loop
 from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.context import GuardContext
 from ddp_nanguard.probes.slot_keys import vital_signs
-from ddp_nanguard.report.types import FaultReport, Phase, Site
+from ddp_nanguard.report.types import FaultReport, InlineCode, Phase, Site
 from ddp_nanguard.report.wording import listed
 from ddp_nanguard.wrappers.aside import has_hooks_of_the_job
 
@@ -62,7 +63,7 @@ def concluded(
         then: what this rank found at first; its sites are filled in.
         now: the second run; the sites that it found are filled in too.
 
-    Collective: one SUM all-reduce of six bytes per rank and one or two of 8 KiB, on the fault group.
+    Collective: one SUM all-reduce of seven bytes per rank and one or two of 8 KiB, on the fault group.
     """
     ranks = context.ranks
     hooked = _hooked(context)
@@ -71,15 +72,17 @@ def concluded(
         given.unseen.append(f"Python state that a call changes ({listed(now.stateful, 3)})")
     if names := other_gradients(then.recorded, now.findings.recorded):
         given.different.append(f"which parameters got a gradient ({listed(names, 3)})")
-    mine = agreement(then.recorded, now.findings.recorded, now.outputs, context.wrapper.is_sharded, hooked)
+    mine = agreement(
+        then.recorded, now.findings.recorded, now.outputs, context.wrapper.is_sharded, hooked, _without_loss(record)
+    )
     was_bad = [site for site in own_sites(then) if not is_late(site, hooked)]
     late = [site for site in own_sites(then) if is_late(site, hooked)]
     is_finite = now.has_healed or (bool(was_bad) and not now.is_bad)
     is_changed = bool(late) and not is_finite and not was_bad and not now.is_bad
     moved = _has_moved(_vital(context, record, then), now.as_watched)
-    flags = (is_finite, mine.first_different is not None or moved, is_changed, moved)
+    flags = (is_finite, mine.first_different is not None or moved, is_changed, moved, now.is_bad)
     marks = ranks.ranks_where(*flags, bool(given.different), bool(given.unseen))
-    finite, different, changed, elsewhere, others, unseen = marks
+    finite, different, changed, elsewhere, bad, others, unseen = marks
     speaker = (finite or different or [ranks.members[0]])[0]
     text = ranks.text_of(ranks.rank == speaker, _own_text(mine, is_finite))
     if finite:
@@ -87,11 +90,20 @@ def concluded(
         why = ranks.text_of(ranks.rank == knows, _why_finite(context, given))
         whose = f"rank {knows}: " if (others or unseen) and ranks.world_size > 1 else ""
         return Concluded("finite", f"{_who(finite)} finite on the second run, {text}; {whose}{why}", tuple(finite))
-    changed_after = bool(changed) and report.origin is not None and report.origin.phase is Phase.BACKWARD
+    # where a rank's own backward is bad, the others may have had it by a collective of the loop
+    is_late_only = report.origin is not None and report.origin.phase is Phase.BACKWARD and not bad
+    changed_after = bool(changed) and is_late_only
     if different:
         said = f"{_who(different)} with other bits on the second run: {text}"
         return Concluded("elsewhere", said, (), changed_after, is_placed=not elsewhere)
     return Concluded("same", _same_text(context, report, changed_after), (), changed_after)
+
+
+def _without_loss(record: StepRecord) -> set[int | None]:
+    """Micro-batches without a watched loss beside others that have one: calls for the loss of another model."""
+    micro_batches = record.window.micro_batches
+    has_losses = any(micro_batch.losses for micro_batch in micro_batches)
+    return {micro_batch.index for micro_batch in micro_batches if has_losses and not micro_batch.losses}
 
 
 def _vital(context: GuardContext, record: StepRecord, then: RankFindings) -> list[Site]:
@@ -214,6 +226,41 @@ def on_the_makers_rank(report: FaultReport) -> FaultReport:
     return replace(report, origin=site, sites=(site, *(other for other in report.sites if other is not site)))
 
 
+def in_a_hook(report: FaultReport, hooked: str | None) -> FaultReport:
+    """The origin between two layers, where a hook of the job on a tensor made the value, and no layer did.
+
+    Args:
+        report: so far.
+        hooked: the layer whose own code made the tensor; None where no hook did it.
+    """
+    origin = report.origin
+    if hooked is None or origin is None or origin.layer is None or origin.phase is not Phase.BACKWARD:
+        return report
+    if origin.inline_code is not None or origin.suspects:
+        return report
+    after = origin.layer if origin.layer != hooked else None
+    is_around = after is not None and _is_within(after, hooked)
+    around = hooked if is_around else _common(_parent(hooked), _parent(origin.layer))
+    code = InlineCode(around, after, None if is_around else hooked)
+    site = replace(origin, layer=around, call=None, slot="grad", input_kind=None, inline_code=code)
+    return replace(report, origin=site, sites=(site, *report.sites[1:]))
+
+
+def _is_within(layer: str, around: str) -> bool:
+    return not around or layer.startswith(f"{around}.")
+
+
+def _parent(layer: str) -> str:
+    return layer.rpartition(".")[0]
+
+
+def _common(one: str, other: str) -> str:
+    """The innermost layer around both."""
+    while one and one != other and not _is_within(other, one):
+        one = _parent(one)
+    return one
+
+
 def merged(first: FaultReport, second: FaultReport, found: Concluded) -> FaultReport:
     """The report of both looks: the first tells whether and when, the second where.
 
@@ -223,6 +270,8 @@ def merged(first: FaultReport, second: FaultReport, found: Concluded) -> FaultRe
         found: how they agree.
     """
     origin = second.origin
+    if found.outcome == "same" and found.changed_after and first.sites and all(map(_is_of_no_hook, first.sites)):
+        return as_changed_by_the_loop(first)
     if not _is_shown(first, second, found) or origin is None:
         return first
     cause = second.cause if not first.cause.startswith("scale collapse") else first.cause
@@ -232,6 +281,11 @@ def merged(first: FaultReport, second: FaultReport, found: Concluded) -> FaultRe
         affected = tuple(sorted((*first.ranks_affected, origin.rank)))
         first = replace(first, ranks_affected=affected, num_ranks_affected=first.num_ranks_affected + 1)
     return replace(first, origin=origin, sites=second.sites, cause=cause, unchecked=second.unchecked)
+
+
+def _is_of_no_hook(site: Site) -> bool:
+    """Whether a gradient was seen before the update only: the loop has put it there, as after ``autograd.grad``."""
+    return site.phase is Phase.BACKWARD and site.micro_batch is None
 
 
 def _is_shown(first: FaultReport, second: FaultReport, found: Concluded) -> bool:

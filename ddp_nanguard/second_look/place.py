@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,11 +34,13 @@ class Place:
         operator: None where no trace leads to one.
         reason: one sentence; "" where no rule has one.
         is_taken_in: whether the value was there before the step was run again, in memory that the step only reads.
+        hooked: where a hook of the job on a tensor made it, the layer whose own code made that tensor; else None.
     """
 
     operator: FirstOperator | None = None
     reason: str = ""
     is_taken_in: bool = False
+    hooked: str | None = None
 
 
 def own_place(facts: TraceFacts, calls: list[ModelCall], rank: int) -> Place:
@@ -56,7 +59,8 @@ def own_place(facts: TraceFacts, calls: list[ModelCall], rank: int) -> Place:
             return Place(is_taken_in=True)  # what reads it first has not made it
         reason = reason_for(facts)
         text = "" if reason.kind == "unknown" else reason.text[:MAX_REASON]
-        return Place(None if event is None else _operator(event, calls, rank), text)
+        operator = None if event is None else _operator(event, calls, rank)
+        return Place(operator, text, hooked=event.layer if event is not None and _is_in_hook(event) else None)
     except Exception as error:  # a defect here must not replace the fault that is to be told
         _log.debug("second look: no place: %s: %s", type(error).__name__, error)
         return Place()
@@ -79,11 +83,17 @@ def _is_taken_in(event: Event, facts: TraceFacts) -> bool:
     return not any(name.startswith("uninitialised memory") for name in names)
 
 
+def _is_in_hook(event: Event) -> bool:
+    """Whether code of the job ran where a node of torch's own was due: a hook on the tensor that the node made."""
+    is_own = event.node is not None and re.search(r"Backward\d+$", event.node) is not None
+    return event.phase is EventPhase.BACKWARD and bool(event.lines) and is_own
+
+
 def _operator(event: Event, calls: list[ModelCall], rank: int) -> FirstOperator:
     lines = event.lines or event.forward_lines or _lines_of_call(event, calls)
     line = f"{lines[0].place()} in {lines[0].function}" if lines else None
     code = lines[0].text[:MAX_CODE] if lines else ""
-    in_backward = event.phase is EventPhase.BACKWARD
+    in_backward = event.phase is EventPhase.BACKWARD and not event.lines
     return FirstOperator(rank, event.operator, line, code, in_backward, _evidence(event.output))
 
 
@@ -148,7 +158,7 @@ def _written(place: Place) -> str:
             "operator": operator.to_dict() if operator is not None else None,
             "reason": place.reason,
         }
-        data["is_taken_in"] = place.is_taken_in
+        data |= {"is_taken_in": place.is_taken_in, "hooked": place.hooked}
         text = json.dumps(data)
         if len(text.encode()) < 8000 or operator is None:
             return text
@@ -158,4 +168,6 @@ def _written(place: Place) -> str:
 def _read(text: str) -> Place:
     data: dict[str, Any] = json.loads(text)
     operator = data["operator"]
-    return Place(FirstOperator.from_dict(operator) if operator else None, data["reason"], data["is_taken_in"])
+    return Place(
+        FirstOperator.from_dict(operator) if operator else None, data["reason"], data["is_taken_in"], data["hooked"]
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,6 +27,8 @@ from ddp_nanguard.hooks.loop import named_losses
 from ddp_nanguard.inject.injector import injected_again
 from ddp_nanguard.probes.severity import Severity
 from ddp_nanguard.probes.slot_keys import vital_signs
+from ddp_nanguard.probes.slots import is_clean
+from ddp_nanguard.probes.sources import LossSource
 from ddp_nanguard.replay.session import is_compiled
 from ddp_nanguard.report.types import Site
 from ddp_nanguard.step.monitor import StepMonitor
@@ -168,7 +171,7 @@ class StepAgain:
                     arguments = self._arguments(event, micro_batch.batch, watcher)
                     graphs[id(event)] = self._call(event, arguments, monitor, watcher)
                 elif isinstance(event, WatchedLoss):  # of code outside of what is called: as it was in training
-                    monitor.watch_loss(event.name, micro_batch.losses[event.name])
+                    monitor.watch_loss(event.name, self._loss(micro_batch, event.name))
                 else:
                     _backward(event, window.calls.calls, graphs, watcher)
 
@@ -188,6 +191,15 @@ class StepAgain:
         # copies are there because the step may change them: each run needs its own, which no operator of the step makes
         with _disable_current_modes():
             return copy_containers((call.args, call.kwargs), own)
+
+    def _loss(self, micro_batch: MicroBatch, name: str) -> Tensor:
+        """A watched loss as it was when it was watched, though the loop has since made a finite number of it."""
+        loss = micro_batch.losses[name]
+        source = LossSource(name, micro_batch.index)
+        seen = next((stats for stats in self.record.slots.slot_stats() if stats.source == source), None)
+        if seen is None or loss.numel() != 1 or is_clean(seen) or not bool(loss.isfinite()):
+            return loss
+        return torch.full_like(loss, seen.maximum if math.isinf(seen.maximum) else seen.minimum)
 
     def _call(self, call: ModelCall, arguments: Any, monitor: StepMonitor, watcher: Watcher | None) -> list[Tensor]:
         """Make the call again; its outputs that have a graph."""

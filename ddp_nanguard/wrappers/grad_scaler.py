@@ -9,7 +9,7 @@ by one so that ``update`` leaves scale and tracker as they were.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -79,6 +79,16 @@ class WatchedScaler:
     def state(self) -> dict[str, Any]:
         """Scale and growth tracker as plain numbers. Host sync: two; fault path only."""
         return dict(self.scaler.state_dict())
+
+    def has_found_none(self, optimizers: Iterable[torch.optim.Optimizer]) -> bool:
+        """Whether all gradients have been unscaled, and none overflowed: then ``step`` updates, whatever they are now.
+
+        Host sync: one per optimizer and device; fault path only.
+        """
+        states = [self.scaler._per_optimizer_states.get(id(optimizer), {}) for optimizer in optimizers]
+        if any(state.get("stage") is not OptState.UNSCALED for state in states):
+            return False
+        return not any(float(found) for state in states for found in state["found_inf_per_device"].values())
 
     def new_window(self) -> None:
         """Begin a new step: the next skip takes the growth tracker back again."""

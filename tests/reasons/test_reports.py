@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,13 +34,18 @@ def history(loss: list[float], gradient: float = 1.0) -> dict[str, Any]:
 
 def test_overflow_in_the_reduce() -> None:
     histories = {0: history([1.0], 40000.0), 1: history([1.0], 30000.0)}
-    found = reason_for(TraceFacts(report(site("reduce", rank=None)), histories=histories))
+    facts = TraceFacts(report(site("reduce", rank=None)), histories=histories, dtypes={"b.weight": "float32"})
+    assert reason_for(facts).kind == "unknown"  # it was reduced in the dtype of the parameter, which holds it
+    assert reason_for(replace(facts, wrapper={"comm_hooks": ["quantised"]})).kind == "unknown"
+    found = reason_for(replace(facts, wrapper={"comm_hooks": ["fp16_compress_hook"]}))
     assert found.kind == "overflow in the reduce"
     assert found.sentence == (
         "b.weight overflowed in the reduce: every rank's gradient was finite, "
         "their sum of up to 7e+04 is more than float16 holds (6.55e+04)"
     )
     assert found.evidence == ("rank 0: largest 4e+04", "rank 1: largest 3e+04")
+    units = [{"mixed_precision": {"param_dtype": None, "reduce_dtype": "float16"}}]
+    assert reason_for(replace(facts, wrapper={"units": units})) == found
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ def test_a_label_that_is_masked() -> None:
     labels = torch.tensor([0, 2, 1, 2])
     kind, sentence = said(lambda x: F.cross_entropy(x.masked_fill(UNSEEN, -math.inf), labels), ONES)
     assert kind == "constant"
-    assert sentence.startswith("the labelled class of sample 1, 3 is masked (sample 1: class 2) in `F.cross_entropy(")
+    assert sentence.startswith("the labelled class of samples 1, 3 is masked (sample 1: class 2) in `F.cross_entropy(")
 
 
 def test_a_mask_without_smoothing_is_no_fault() -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ddp_nanguard import NanGuard, NonFiniteError, Recipe
 from ddp_nanguard.cli.main import main
+from ddp_nanguard.dump import open_dump
 from ddp_nanguard.replay.session import what_needs_optimizer
 from ddp_nanguard.report.types import Phase, Site
 
@@ -430,6 +431,46 @@ def test_a_call_of_the_model_for_another_loss_is_no_difference(
     said = replayed(path, capsys)
     assert said.code == 0, said.text
     assert any("is a call of the model without a watched loss" in note for note in said.outcome["notes"])
+
+
+def _replaced(guard: Any, batch: Any) -> Tensor:
+    loss = plain_step(guard, batch)
+    guard.watch(loss=loss)
+    return loss if loss.isfinite() else torch.stack([p.sum() for p in guard.parameters()]).sum() * 0
+
+
+def _zeroed(guard: Any, batch: Any) -> Tensor:
+    loss = plain_step(guard, batch)
+    guard.watch(loss=loss)
+    loss.data.nan_to_num_()
+    return loss
+
+
+def _twice(guard: Any, batch: Any) -> Tensor:
+    loss = plain_step(guard, batch)
+    guard.watch(half=loss)
+    loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]  # torch's own
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("step", "note"),
+    [
+        (_replaced, "the loop replaced the loss of micro-batch 0 before the backward"),
+        (_zeroed, "loss of micro-batch 0 was written after it was watched"),
+        (_twice, "training took another number of backward passes than the step"),
+    ],
+)
+def test_what_the_loop_made_of_the_loss_is_no_difference(
+    step: Callable[[Any, Any], Any], note: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = fault(tmp_path, step=step, watch="", layers="none")
+    said = replayed(path, capsys)
+    assert (said.code, said.outcome["outcome"]) == (0, "same"), said.text
+    assert note in " ".join(said.outcome["notes"])
+    report = open_dump([path]).report
+    assert report.origin is not None and report.second_look is not None
+    assert (report.origin.phase, report.origin.layer, report.second_look.outcome) == (Phase.FORWARD, "gate", "same")
 
 
 @pytest.mark.parametrize(

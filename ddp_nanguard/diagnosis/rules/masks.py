@@ -55,7 +55,10 @@ def _masked_labels(op: Event, mask: Event) -> str:
     rows = (torch.isneginf(own) & is_known).nonzero().reshape(-1).tolist()
     if not rows:
         return ""
-    which = f"the labelled class of sample {listed(rows, 3)} is masked (sample {rows[0]}: class {int(labels[rows[0]])})"
+    samples = "sample" if len(rows) == 1 else "samples"
+    which = (
+        f"the labelled class of {samples} {listed(rows, 3)} is masked (sample {rows[0]}: class {int(labels[rows[0]])})"
+    )
     return f"{which} in {at(op)}: its log-probability is -Inf{_written(mask)}"
 
 

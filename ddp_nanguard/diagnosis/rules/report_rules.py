@@ -6,6 +6,7 @@ Each rule gives a `Reason` only where its evidence holds. The rules beside this 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,6 +67,7 @@ class ReportFacts:
         optimizers: class and groups of each optimizer, as in the dump's ``state.json``.
         dtypes: dtype of each parameter by clean name, as in "float32".
         batch: of the origin's micro-batch; None where it is not needed or cannot be read.
+        wrapper: how the model was wrapped, as in the dump's manifest; empty where that is not known.
     """
 
     report: FaultReport | None = None
@@ -73,6 +75,7 @@ class ReportFacts:
     optimizers: list[dict[str, Any]] = field(default_factory=list)
     dtypes: Mapping[str, str] = field(default_factory=dict)
     batch: Any = None
+    wrapper: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def origin(self) -> Site | None:
@@ -208,18 +211,33 @@ def reduce_overflow(known: ReportFacts) -> Reason | None:
         return None
     found = largest_gradients(known.histories, origin.slot)
     total = sum(found.values())
-    limits = [(name, torch.finfo(dtype).max) for name, dtype in _FLOATS if torch.finfo(dtype).max < total]
+    held = {name: torch.finfo(dtype_named(name)).max for name in _reduced_in(known, origin.slot)}
+    limits = sorted((limit, name) for name, limit in held.items() if limit < total)
     # The sum is only known to overflow if every rank's gradient is known.
     if origin.kind == "-inf" or len(found) < report.world_size or not limits:
         return None
     evidence = [f"rank {rank}: largest {value:.4g}" for rank, value in sorted(found.items())[:8]]
-    name, limit = limits[0]
+    limit, name = limits[0]
     sentence = f"{origin.slot} overflowed in the reduce: every rank's gradient was finite, "
     sentence += f"their sum of up to {total:.4g} is more than {name} holds ({limit:.4g})"
     return Reason("overflow in the reduce", sentence, tuple(evidence))
 
 
-_FLOATS = (("float16", torch.float16), ("float32", torch.float32))
+def _reduced_in(known: ReportFacts, name: str) -> set[str]:
+    """The dtypes in which a gradient may have been reduced; empty where a hook does it whose name tells none."""
+    hooks = [hook for hook in known.wrapper.get("comm_hooks", []) if hook not in _PLAIN_HOOKS]
+    given = {dtype for hook in hooks for words, dtype in _COMPRESSING.items() if re.search(words, hook)}
+    if hooks and not given:
+        return set()
+    policies = [known.wrapper.get("mixed_precision"), *(u["mixed_precision"] for u in known.wrapper.get("units", []))]
+    given |= {policy.get("reduce_dtype") or policy.get("param_dtype") for policy in policies if policy} - {None}
+    own = known.dtypes.get(name)
+    return given or ({own} if own is not None else set())
+
+
+_PLAIN_HOOKS = ("allreduce_hook", "_reducer_allreduce_and_upcast_hook")
+_COMPRESSING = {"(?<!b)f(p|loat)16|half": "float16", "bf(p|loat)?16": "bfloat16"}
+"""Into which dtype a hook turns gradients, by its name: what it does cannot be seen."""
 
 
 def largest_gradients(histories: Mapping[int, History], name: str) -> dict[int, float]:
