@@ -234,6 +234,8 @@ class Triage:
             foreign_skip,
             findings.norms_overflowed,
         )
+        if other:  # what a loss alone would let pass
+            severity = max(severity, Severity.FAULT)
         in_gradients = (seen or now) and context.scaler is None
         if any_legal and not (unexplained or other or loss or in_gradients):
             return Severity.CLEAN, self._allowed(legal), False

@@ -53,7 +53,7 @@ class SingleRankExit:
         record = self._record()
         # the step before this one was bad, or a peer has raised: then this exception is a consequence
         is_told = not record.is_current or (self._abort is not None and self._abort.is_set())
-        if not is_told and not self._policy.has_findings(record) and not self._hears_of_peer():
+        if not is_told and not self._policy.has_findings(record, error) and not self._hears_of_peer():
             return None
         report = self._policy.dump_single_rank(record, f"this rank raised {type(error).__name__} {RAISED}")
         if report is None:  # the other thread is at it, and ends the process when it has done
