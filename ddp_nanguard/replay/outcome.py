@@ -157,7 +157,7 @@ def compare(
     """
     then = first_own_site(dump, rank, alone)
     # sites are compared as training could see them, which looked at no layer perhaps; people are told the place
-    unseen, again = _as_in_training(recorded, again)
+    unseen, again = _as_in_training(recorded, again, then)
     seen, now = _first(again.sites, alone), _first(again.as_watched, alone)
     result = Result(rank, Outcome.NOT_REPRODUCED, recorded=_placed(dump, rank, then), replayed=seen, notes=again.notes)
     result.notes += unseen
@@ -215,7 +215,7 @@ class _Parting:
     alone: bool
 
 
-def _as_in_training(recorded: list[MicroBatch], again: StepResult) -> tuple[list[str], StepResult]:
+def _as_in_training(recorded: list[MicroBatch], again: StepResult, then: Site | None) -> tuple[list[str], StepResult]:
     """The step without what training did not look at: losses that it did not watch, calls that were no such step.
 
     A recipe watches the loss of every micro-batch. Where training watched some losses and none in this micro-batch, the
@@ -226,6 +226,9 @@ def _as_in_training(recorded: list[MicroBatch], again: StepResult) -> tuple[list
     """
     watched = {(micro_batch.index, name) for micro_batch in recorded for name in micro_batch.losses}
     others = _without_loss(recorded)
+    if then is not None:  # a step that raised has watched no loss: what it had computed stands for one
+        watched.add((then.micro_batch or 0, then.slot))
+        others.discard(then.micro_batch or 0)
 
     def is_site(site: Site) -> bool:
         return site.micro_batch not in others and (
