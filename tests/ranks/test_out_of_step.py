@@ -101,3 +101,17 @@ def _other_guard(rank: int, world_size: int) -> str | None:
 
 def test_guards_in_another_order_are_told() -> None:
     assert run_ranks(_other_guard) == [_met("step 0", rank, "that of another guard") for rank in range(2)]
+
+
+def _closed(rank: int, world_size: int) -> str | None:
+    """Checked before a checkpoint; then one rank has another micro-batch, which no step uses."""
+    _, optimizer, guard = _local()
+    run_step(guard, optimizer, torch.ones(2, 4))
+    guard.check()
+    if rank == 1:
+        guard(torch.ones(2, 4)).sum().backward()
+    return ended(guard.close)
+
+
+def test_a_window_that_is_open_on_one_rank_alone_is_closed_by_all() -> None:
+    assert run_ranks(_closed) == [None, None]
