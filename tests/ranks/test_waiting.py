@@ -194,9 +194,9 @@ def _raised(rank: int, world_size: int) -> Any:
     model.first.register_forward_hook(lambda module, args, output: _Raising.apply(output))
     saw = []
     for value in (1.0, MARK):
-        with pytest.raises(KeyError):
+        with pytest.raises(KeyError) as raised:
             guard(torch.full((3, 4), value)).sum().backward()
-        saw.append(guard._policy.has_findings(guard._monitor.record()))
+        saw.append(guard._policy.has_findings(guard._monitor.record(), raised.value))
     guard._context.slots.discard()
     guard.close()
     return saw
