@@ -325,8 +325,11 @@ class FaultPolicy:
         try:
             if record.is_current:
                 self.context.look_at_last_outputs()
-            if not self.triage.has_findings(record) and record.is_current:
-                self.context.look_at_raise(error)
+            if self.triage.has_findings(record):
+                return True
+            if not record.is_current:
+                return False
+            self.context.look_at_raise(error)
             return self.triage.has_findings(record)
         except RuntimeError as error:
             _say(logging.ERROR, f"slots cannot be read any more: {line_of(error)}")
