@@ -22,11 +22,12 @@ from .probes.calls import ModuleCall
 from .probes.clipping import clip_and_look, clip_grad_norm_
 from .probes.forward import ForwardProbe
 from .probes.gradient import GradientProbe
-from .probes.slots import SlotBuffer
-from .probes.sources import STATE_SLOT, KnownNonFinite
+from .probes.slots import SlotBuffer, SlotRole
+from .probes.sources import STATE_SLOT, KnownNonFinite, LossSource
 from .probes.state import StateProbe
 from .report.types import INFINITE_KINDS, KINDS, Phase
 from .tensors.minmax import kind_in
+from .tensors.variables import bad_variables
 from .wrappers import GradientWatch, Wrapper, compiled_modules
 from .wrappers.grad_scaler import WatchedScaler
 
@@ -206,6 +207,22 @@ class GuardContext:
         self.outputs = []
         if any(kind_in(tensor) for tensor in present):
             self.forward.probe_root_output(tuple(present))  # all of them, in the order in which a replay meets them
+
+    def look_at_raise(self, error: BaseException) -> None:
+        """Look at what the code that raised had computed: it has given no output and no loss that could be looked at.
+
+        Host sync: as `kind_in`, for each tensor of the graph among the variables of the frames.
+        """
+        found = next(bad_variables(error), None)
+        if found is None:
+            return
+        name, tensor, frames = found
+        if any(frame.f_locals.get("self") is self.wrapper.root for frame in frames):
+            self.forward.probe_root_output((tensor,))
+        else:
+            micro_batches = self.window.micro_batches
+            source = LossSource(name, micro_batches[-1].index if micro_batches else 0)
+            self.slots.reduce(SlotRole.LOSS, tensor.detach(), source)
 
     # -- compiled code -----------------------------------------------------------------------------------------------
 

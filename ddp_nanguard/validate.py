@@ -17,7 +17,8 @@ from torch.amp.grad_scaler import GradScaler
 
 from .config import GuardConfig, is_switched_off
 from .context import guarded
-from .hooks.optimizers import optimizers_in
+from .hooks.optimizers import each_given, optimizers_in
+from .tensors.containers import tensors_in
 from .wrappers import Wrapper, wrapper_of
 from .wrappers.grad_scaler import require_fitting_scaler
 
@@ -69,9 +70,11 @@ def validate_args(
     # by the unwrapped model: the same one inside another wrapper is guarded all the same
     if wrapper.root in guarded:
         raise ValueError(f"model {type(model).__name__} has a guard already; close() that one, or use it")
-    optimizers = _as_list(optimizer)
+    given = each_given(optimizer)
+    optimizers = _as_list(given)
+    own = {id(parameter) for _, parameter in wrapper.named_parameters()}
     for each in optimizers:
-        _require_fitting_optimizer(each, wrapper)
+        _require_fitting_optimizer(each, own, given)
         _require_deferrable(config, each, wrapper)
     fitting = require_fitting_scaler(scaler, wrapper)
     return ValidatedArgs(config, wrapper, optimizers, fitting, _recipe_directory(replay))
@@ -84,7 +87,7 @@ def _switched_off(model: object, optimizer: object) -> ValidatedArgs:
     except Exception:
         wrapper = wrapper_of(nn.Identity())
     try:
-        optimizers = _as_list(optimizer)
+        optimizers = _as_list(each_given(optimizer))
     except Exception:
         optimizers = []
     return ValidatedArgs(GuardConfig(enabled=False), wrapper, optimizers, None, None)
@@ -161,17 +164,12 @@ def _ranks_of(model: nn.Module) -> list[int] | None:
         return None  # `validate_args` raises it again, and then all ranks are told
 
 
-def _as_list(optimizer: object) -> list[torch.optim.Optimizer]:
-    given = [optimizer] if _is_one(optimizer) else list(cast(Iterable[object], optimizer))
+def _as_list(given: list[object]) -> list[torch.optim.Optimizer]:
     if not given or len({id(each) for each in given}) < len(given):
         found = "empty" if not given else "one optimizer twice"
         raise ValueError(f"optimizer is {found}; give each optimizer that steps the model once")
     optimizers = [found for each in given for found in _followed(each)]
     return list({id(each): each for each in optimizers}.values())
-
-
-def _is_one(optimizer: object) -> bool:
-    return bool(optimizers_in(optimizer)) or not isinstance(optimizer, Iterable)
 
 
 def _followed(optimizer: object) -> list[torch.optim.Optimizer]:
@@ -183,7 +181,7 @@ def _followed(optimizer: object) -> list[torch.optim.Optimizer]:
     return found
 
 
-def _require_fitting_optimizer(optimizer: torch.optim.Optimizer, wrapper: Wrapper) -> None:
+def _require_fitting_optimizer(optimizer: torch.optim.Optimizer, own: set[int], given: list[object]) -> None:
     name = type(optimizer).__name__
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -191,8 +189,10 @@ def _require_fitting_optimizer(optimizer: torch.optim.Optimizer, wrapper: Wrappe
             f"optimizer {name} needs a closure, which it calls several times in one step, so that no single verdict "
             "can fall before its update; use an optimizer whose step() takes none"
         )
-    own = {id(parameter) for _, parameter in wrapper.named_parameters()}
-    if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    # an object around an optimizer of master weights keeps the model's own, into which it copies them
+    held += [tensor for each in given for tensor in tensors_in(getattr(each, "__dict__", {}))]
+    if not any(id(parameter) in own for parameter in held):
         raise ValueError(
             f"optimizer {name} holds no parameter of the model; "
             "build it from model.parameters() after the model is wrapped"

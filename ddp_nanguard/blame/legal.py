@@ -54,13 +54,15 @@ def _is_on_purpose(source: StateSource, now: NonFiniteTensor | None, known: set[
         return False
     if source.kind == "parameter" or (source.kind == "buffer" and source.name not in known):
         return source.name not in known
-    return _is_filled(now)
+    return _is_filled(now, may_be_nan=source.kind == "optimizer state" and source.name not in known)
 
 
-def _is_filled(now: NonFiniteTensor | None) -> bool:
-    """Whether every element is infinite: an overflow seldom leaves that, an initial value does."""
+def _is_filled(now: NonFiniteTensor | None, may_be_nan: bool) -> bool:
+    """Whether every element is infinite, or NaN: an overflow seldom leaves that, an initial value does."""
     counts = now.evidence if now is not None else None
-    return counts is not None and counts.num_inf + counts.num_neg_inf == counts.numel
+    if counts is None:
+        return False
+    return counts.numel in (counts.num_inf + counts.num_neg_inf, counts.num_nan if may_be_nan else -1)
 
 
 def is_bad_state(stats: SlotStats) -> bool:

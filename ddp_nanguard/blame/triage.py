@@ -12,7 +12,7 @@ that was made of finite elements ([Note: screens]). Then the step is no fault.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ddp_nanguard.capture.record import StepRecord
@@ -21,7 +21,7 @@ from ddp_nanguard.probes.gradient import GradientSource
 from ddp_nanguard.probes.severity import NORM_OVERFLOWS_AT, Severity
 from ddp_nanguard.probes.slots import SlotRole, SlotStats, is_clean
 from ddp_nanguard.report.messages import log_line
-from ddp_nanguard.report.types import FaultReport
+from ddp_nanguard.report.types import FaultReport, Phase
 from ddp_nanguard.report.wording import listed
 
 from . import local_sites
@@ -38,6 +38,7 @@ OVERFLOWED = (
     "gradients or weights are so large (beyond 1e19) that their norm overflows, although every element is finite: the "
     "step goes on; clipping by norm would make all gradients zero (said once)"
 )
+ON_PURPOSE = "taken for so on purpose"
 MAX_LEGAL = 4
 """Names of state that are told as non-finite on purpose."""
 OVERFLOWS_TOLD = 3
@@ -171,7 +172,17 @@ class Triage:
 
     def report(self, record: StepRecord, findings: RankFindings, cause: str) -> FaultReport:
         """The report of a step, the same on all ranks. Collective: the fault round, on the fault group."""
-        return report_of(self._context, record, findings, cause, self.let_through)
+        report = report_of(self._context, record, findings, cause, self.let_through)
+        name = self._maybe_on_purpose(report)
+        remedy = () if name is None else (f"if {name} is infinite on purpose: ignore=[{name!r}]",)
+        return replace(report, notes=(*report.notes, *remedy))
+
+    def _maybe_on_purpose(self, report: FaultReport) -> str | None:
+        """The buffer or optimizer state that is at fault and infinite, which only its code can know to be right."""
+        origin = report.origin
+        if origin is None or origin.phase is not Phase.STATE or origin.kind == "nan":
+            return None
+        return None if origin.slot in dict(self._context.state.parameters()) else origin.slot
 
     def has_findings(self, record: StepRecord) -> bool:
         """Whether this rank's own slots and state show a fault. Collective: none. Host sync: many."""
@@ -243,6 +254,8 @@ class Triage:
             foreign_skip,
             findings.norms_overflowed,
         )
+        if other:  # what a loss alone would let pass
+            severity = max(severity, Severity.FAULT)
         in_gradients = (seen or now) and context.scaler is None
         if any_legal and not (unexplained or other or loss or in_gradients):
             return Severity.CLEAN, self._allowed(legal), False
@@ -272,15 +285,12 @@ class Triage:
         """Take state for non-finite on purpose from now on; the warning. Collective: `RankGroup.first_problem`."""
         context = self._context
         context.allow(legal)
-        mine = listed(legal, MAX_LEGAL) if legal else None
+        quiet = f"{ON_PURPOSE} (ignore={list(legal)[:MAX_LEGAL]!r} says so beforehand; said once)"
+        mine = f"{listed(legal, MAX_LEGAL)}; {quiet}" if legal else None
         text = context.ranks.ask(lambda ranks: ranks.first_problem(mine)) or ""
-        context.legal_text = "; ".join(filter(None, (context.legal_text, text)))
-        quiet = f"ignore={list(legal)[:MAX_LEGAL]!r} says so beforehand"
-        told = (
-            "non-finite from the beginning, or filled with infinities by the loop, but in no loss and no gradient: "
-            f"{text}; taken for so on purpose"
-        )
-        return (f"{told} ({quiet}; said once)",) if context.ranks.index == 0 else ()
+        context.legal_text = "; ".join(filter(None, (context.legal_text, text.partition(f"; {ON_PURPOSE}")[0])))
+        told = "non-finite from the beginning, or filled by the loop, but in no loss and no gradient"
+        return (f"{told}: {text}",) if context.ranks.index == 0 else ()
 
     # -- warnings ----------------------------------------------------------------------------------------------------
 

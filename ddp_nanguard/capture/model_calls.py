@@ -227,6 +227,15 @@ class ModelCalls:
         """Whether weights were written since the first call of the window, as far as their versions tell."""
         return self._weight_versions != _versions(self._weights)
 
+    def weights_were_updated(self) -> bool:
+        """Whether every weight that is trained, and may have a gradient, was written since then: seldom a forward."""
+        before = dict(zip(map(id, self._weights), self._weight_versions, strict=False))
+        trained = [weight for weight in self._weights if weight.requires_grad]
+        trained = [weight for weight in trained if weight.grad is not None] or trained
+        return bool(self.events and before and trained) and all(
+            _version(weight) != before[id(weight)] for weight in trained
+        )
+
     def weights_were_elsewhere(self) -> bool:
         """Whether the memory of a weight is another than at the first call of the window: it was swapped."""
         return self._weight_addresses != _addresses(self._weights)

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .deadlock import DeadlockWatch
+
 _log = logging.getLogger(__name__)
 
 
@@ -32,9 +34,20 @@ class AbortSignal:
         num_ranks: that step together.
         timeout_s: how long peers are waited for.
         on_set: bound method, called on the thread with the text of the rank that has set the key.
+        on_deadlock: bound method, called on the thread with where each rank waits.
+        group: of the verdict, in which ranks may wait for each other.
     """
 
-    def __init__(self, name: str, rank: int, num_ranks: int, timeout_s: float, on_set: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        num_ranks: int,
+        timeout_s: float,
+        on_set: Callable[[str], None],
+        on_deadlock: Callable[[str], None],
+        group: dist.ProcessGroup | None,
+    ) -> None:
         self._key = f"ddp_nanguard/abort/{name}"
         self._rank = rank
         self._num_ranks = num_ranks
@@ -45,7 +58,9 @@ class AbortSignal:
         self._stop = threading.Event()
         # often enough that a peer ends well within timeout_s, seldom enough that many ranks are no load on the store
         interval_s = min(max(timeout_s / 20, 0.2), 5.0)
-        arguments = (self._stop, self._store, self._key, interval_s, weakref.WeakMethod(on_set))
+        watch = DeadlockWatch(self._store, self._key, group, dist.get_rank(group), timeout_s)
+        told = weakref.WeakMethod(on_set), weakref.WeakMethod(on_deadlock)
+        arguments = (self._stop, self._store, self._key, interval_s, watch, *told)
         thread = threading.Thread(target=_poll, args=arguments, name="ddp_nanguard-abort", daemon=True)
         thread.start()
         # the thread must be gone before the interpreter takes the store apart under it
@@ -93,16 +108,23 @@ class AbortSignal:
 
 
 def _poll(
-    stop: threading.Event, store: Any, key: str, interval_s: float, on_set: weakref.WeakMethod[Callable[[str], None]]
+    stop: threading.Event,
+    store: Any,
+    key: str,
+    interval_s: float,
+    watch: DeadlockWatch,
+    on_set: weakref.WeakMethod[Callable[[str], None]],
+    on_deadlock: weakref.WeakMethod[Callable[[str], None]],
 ) -> None:
     while not stop.wait(interval_s):
         try:
-            if not store.check([key]):
-                continue
-            text = store.get(key).decode(errors="replace")
+            is_set = store.check([key])
+            text = store.get(key).decode(errors="replace") if is_set else watch.look()
         except RuntimeError:
             return  # the store is gone: so is the job
-        owner = on_set()
+        if text is None:
+            continue
+        owner = on_set() if is_set else on_deadlock()
         if owner is not None and not stop.is_set():
             owner(text)
         return

@@ -5,6 +5,8 @@ See [Note: who tells whom] in `distributed.abort`.
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
 from collections.abc import Callable
 
@@ -12,6 +14,7 @@ from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.context import GuardContext
 from ddp_nanguard.distributed.abort import AbortSignal
 from ddp_nanguard.distributed.exit import exit_process
+from ddp_nanguard.errors import OutOfStepError
 from ddp_nanguard.report.messages import log_line
 from ddp_nanguard.report.types import RAISED
 
@@ -40,7 +43,8 @@ class SingleRankExit:
         ranks, timeout_s = context.ranks, context.config.timeout_s
         self._abort: AbortSignal | None = None
         if ranks.world_size > 1:
-            self._abort = AbortSignal(ranks.name, ranks.rank, ranks.world_size, timeout_s, self._on_abort)
+            told = self._on_abort, self._on_deadlock
+            self._abort = AbortSignal(ranks.name, ranks.rank, ranks.world_size, timeout_s, *told, ranks.group)
 
     def on_uncaught_exception(self, error: BaseException) -> int | None:
         """The job's own exception ends this process.
@@ -53,7 +57,7 @@ class SingleRankExit:
         record = self._record()
         # the step before this one was bad, or a peer has raised: then this exception is a consequence
         is_told = not record.is_current or (self._abort is not None and self._abort.is_set())
-        if not is_told and not self._policy.has_findings(record) and not self._hears_of_peer():
+        if not is_told and not self._policy.has_findings(record, error) and not self._hears_of_peer():
             return None
         report = self._policy.dump_single_rank(record, f"this rank raised {type(error).__name__} {RAISED}")
         if report is None:  # the other thread is at it, and ends the process when it has done
@@ -71,6 +75,19 @@ class SingleRankExit:
         if self._abort is not None and self._policy.dump_with_peer(self._record(), text):
             self._abort.wait_for_all()
             exit_process(self._context.config.exit_code)
+
+    def _on_deadlock(self, places: str) -> None:
+        """All ranks wait, in different collectives. Runs on the polling thread: no exception reaches the main one."""
+        config = self._context.config
+        error = OutOfStepError(
+            f"ranks are not in the same step, and have waited for each other for {config.timeout_s:g} s: {places}; "
+            "give every rank the same batches and steps, and let all of them issue each collective"
+        )
+        with contextlib.suppress(Exception):
+            sys.stderr.write(f"{OutOfStepError.__name__}: {error}\n")
+        if self._abort is not None:
+            self._abort.wait_for_all()
+        exit_process(config.exit_code)
 
     def close(self) -> None:
         """Stop listening."""

@@ -317,11 +317,19 @@ class FaultPolicy:
 
     # -- without peers -----------------------------------------------------------------------------------------------
 
-    def has_findings(self, record: StepRecord) -> bool:
-        """Whether this rank's own slots and state show a fault. Collective: none. Host sync: many."""
+    def has_findings(self, record: StepRecord, error: BaseException) -> bool:
+        """Whether this rank's slots and state, or what its exception left behind, show a fault.
+
+        Collective: none. Host sync: many.
+        """
         try:
             if record.is_current:
                 self.context.look_at_last_outputs()
+            if self.triage.has_findings(record):
+                return True
+            if not record.is_current:
+                return False
+            self.context.look_at_raise(error)
             return self.triage.has_findings(record)
         except RuntimeError as error:
             _say(logging.ERROR, f"slots cannot be read any more: {line_of(error)}")

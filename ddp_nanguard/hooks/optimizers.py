@@ -8,15 +8,24 @@ there both are hooked, and the inner step counts where the outer one is not runn
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch.optim import Optimizer
 
-_NAMES = ("optimizer", "_optimizer", "optim", "base_optimizer", "inner_optimizer", "optimizers")
-"""Where an object without a ``__dict__`` may keep what it wraps."""
+_NAMES = ("optimizer", "_optimizer", "optim", "base_optimizer", "inner_optimizer", "optimizers", "__wrapped__")
+"""Where an object may keep what it wraps without a ``__dict__``, or with one that it takes from there."""
 _HOOKS = "_optimizer_step_pre_hooks"
 _DEPTH = 4
+
+
+def each_given(optimizer: object) -> list[object]:
+    """What the loop has given, one by one: an optimizer, an object around some, or a container of these."""
+    if optimizers_in(optimizer):
+        return [optimizer]
+    values = optimizer.values() if isinstance(optimizer, Mapping) else optimizer
+    return list(values) if isinstance(values, Iterable) else [optimizer]
 
 
 def optimizers_in(given: object, depth: int = _DEPTH) -> list[Optimizer]:
@@ -49,12 +58,9 @@ def _inside(kept: object, depth: int) -> list[Optimizer]:
 
 def _kept(given: object) -> Iterator[Any]:
     """What an object keeps; nothing where its own code raises."""
-    try:
+    with contextlib.suppress(TypeError):
         yield from vars(given).values()
-        return
-    except TypeError:
-        pass
-    for name in _NAMES:
+    for name in (*getattr(type(given), "__slots__", ()), *_NAMES):
         try:
             yield getattr(given, name)
         except Exception:

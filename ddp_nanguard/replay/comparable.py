@@ -61,7 +61,7 @@ def recorded_slots(dump: Dump, rank: int) -> Slots:
     return [(key, (low, high)) for key, (low, high) in zip(keys, history["fault.values"].tolist(), strict=True)]
 
 
-def left_out_of(dump: Dump, rank: int, recorded: list[MicroBatch], again: StepResult) -> LeftOut:
+def left_out_of(dump: Dump, rank: int, recorded: list[MicroBatch], again: StepResult, then: Site | None) -> LeftOut:
     """What of a rank's record is not compared, since the step that runs again did not make it.
 
     Args:
@@ -69,9 +69,11 @@ def left_out_of(dump: Dump, rank: int, recorded: list[MicroBatch], again: StepRe
         rank: the rank.
         recorded: its micro-batches.
         again: what the step gave in the replay.
+        then: what the rank had seen first; a step that raised has watched no loss, but is one.
     """
     slots = recorded_slots(dump, rank)
-    found = LeftOut(_without_loss(recorded), _other_passes(slots, again), _written_losses(recorded, slots))
+    calls = _without_loss(recorded) - ({then.micro_batch or 0} if then is not None else set())
+    found = LeftOut(calls, _other_passes(slots, again), _written_losses(recorded, slots))
     found.backward_of = _other_backward(recorded, slots, again)
     found.notes += [
         f"micro-batch {i} is a call of the model without a watched loss in training: not compared" for i in found.calls
@@ -86,13 +88,15 @@ def left_out_of(dump: Dump, rank: int, recorded: list[MicroBatch], again: StepRe
     return found
 
 
-def as_in_training(recorded: list[MicroBatch], again: StepResult, left_out: LeftOut) -> StepResult:
+def as_in_training(recorded: list[MicroBatch], again: StepResult, left_out: LeftOut, then: Site | None) -> StepResult:
     """The step without what training did not look at: losses that it did not watch, calls that were no such step.
 
     A recipe watches the loss of every micro-batch. Where training watched some losses and none in this micro-batch, the
     model was called for something else, such as the loss of another model, and the recipe's step stands in for it.
     """
     watched = {(micro_batch.index, name) for micro_batch in recorded for name in micro_batch.losses}
+    if then is not None:  # what code that raised had computed stands for a loss
+        watched.add((then.micro_batch or 0, then.slot))
     others = left_out.calls
 
     def is_site(site: Site) -> bool:

@@ -158,8 +158,8 @@ def compare(
     """
     then = _first_given(dump, rank, again, alone)
     # sites are compared as training could see them, which looked at no layer perhaps; people are told the place
-    left_out = left_out_of(dump, rank, recorded, again)
-    again = as_in_training(recorded, again, left_out)
+    left_out = left_out_of(dump, rank, recorded, again, then)
+    again = as_in_training(recorded, again, left_out, then)
     seen, now = _first(again.sites, alone), _first(again.as_watched, alone)
     result = Result(rank, Outcome.NOT_REPRODUCED, recorded=_placed(dump, rank, then), replayed=seen, notes=again.notes)
     _compare_losses(recorded, again, left_out, result)

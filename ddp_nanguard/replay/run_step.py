@@ -106,6 +106,8 @@ class Collector:
 
     def on_raise(self, error: BaseException, record: StepRecord) -> None:
         """The step raised, as it did in training, before any verdict: what was seen until then is the fault."""
+        if not self._triage.has_findings(record):
+            self._context.look_at_raise(error)
         findings = rescan(self._context, record)
         report = self._triage.report(record, findings, f"the step raised {line_of(error)}")
         self.fault = Judgement(None, Severity.FAULT, findings=findings, report=report)

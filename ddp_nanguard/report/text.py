@@ -12,7 +12,7 @@ from typing import Protocol
 
 from .command_text import replay_all_text, replay_text
 from .messages import seen, what, where
-from .types import Evidence, FaultReport, Phase, Site
+from .types import WEIGHTS_WRITTEN, Evidence, FaultReport, Phase, Site
 from .wording import listed, plural
 
 WIDTH = 110
@@ -153,6 +153,8 @@ def _state(report: FaultReport) -> str:
     if report.nonfinite_state:
         damaged = listed(report.nonfinite_state, MAX_NAMES_SHOWN)
         return f"{ranks} stopped; DAMAGED: {damaged}; do not resume from these weights"
+    if report.second_look is not None and WEIGHTS_WRITTEN in report.second_look.text:
+        return f"{ranks} stopped before the update, but the loop had changed weights within the step: load a checkpoint"
     before = f"weights are those of step {report.step - 1}" if report.step > 0 else "weights are the initial ones"
     return f"{ranks} stopped before the update; {before}"
 

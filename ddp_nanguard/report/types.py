@@ -47,6 +47,8 @@ KINDS = ("nan", "inf", "-inf")
 """Kinds of non-finite values, worst first."""
 RAISED = "on its own"
 """Ends the cause of a fault that was noticed since code of the job raised on a rank."""
+WEIGHTS_WRITTEN = "the weights were updated already, within the step"
+"""Why no second look was possible, and what the weights are not."""
 INFINITE_KINDS = ("inf", "-inf")
 
 

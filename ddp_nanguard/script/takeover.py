@@ -33,7 +33,7 @@ from ddp_nanguard.dump.batch_codec import unregistered_type
 from ddp_nanguard.dump.read import Dump, open_dump
 from ddp_nanguard.errors import DumpError
 from ddp_nanguard.hooks.frames import is_users_own
-from ddp_nanguard.hooks.optimizers import optimizers_in
+from ddp_nanguard.hooks.optimizers import each_given, optimizers_in
 from ddp_nanguard.replay.outcome import (
     EXIT_CODES,
     Outcome,
@@ -277,8 +277,7 @@ def _opened(request: ReplayRequest, alone: bool) -> Dump:
 
 
 def _as_list(optimizer: Any) -> list[torch.optim.Optimizer]:
-    found = optimizers_in(optimizer)
-    return found or [inner for each in optimizer for inner in optimizers_in(each)]
+    return [inner for each in each_given(optimizer) for inner in optimizers_in(each)]
 
 
 def _device_of(wrapper: Wrapper) -> torch.device:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.context import GuardContext
-from ddp_nanguard.report.types import FaultReport, Phase
+from ddp_nanguard.report.types import WEIGHTS_WRITTEN, FaultReport, Phase
 
 
 def of_the_report(report: FaultReport) -> str | None:
@@ -39,7 +39,7 @@ def of_this_rank(context: GuardContext, record: StepRecord) -> str | None:
         if changed is not None:
             return f"argument {changed} was changed after the call; give the model a copy, or use copy_batch=True"
     if record.is_current and record.window.calls.weights_have_changed():
-        return "the weights were updated already, within the step"
+        return WEIGHTS_WRITTEN
     open_call = any(call.awaits_backward for call in returned)
     if open_call and context.wrapper.is_sharded:
         return "a forward still waits for its backward: the window is open"

@@ -96,8 +96,8 @@ class StepMonitor:
 
     def _open_micro_batch(self, batch: Any) -> None:
         context = self._context
-        if self.stage is StepStage.BACKWARD:
-            self._unjudged.look(context, self.step, self._last is None)
+        if self.has_open_window():
+            self._unjudged.look(context, self.step, self.stage is StepStage.BACKWARD)
         context.flush_compiled()  # what compiled code has piled up belongs to the micro-batch before
         micro_batch = context.window.begin_micro_batch(batch)
         context.forward.begin_micro_batch(micro_batch.index)
@@ -224,9 +224,14 @@ class StepMonitor:
         return goes_on
 
     def judge_open(self) -> bool:
-        """The verdict on what is open, for the end of training; nothing where nothing is."""
-        is_open = self.has_unjudged_update or self.stage is StepStage.BACKWARD
-        return self._give_verdict(is_step=False, closes=True) if is_open else True
+        """The verdict on what is open, for the end of training; none before the first step, or after a stop.
+
+        After a verdict there is always another one: whether a window is open differs between ranks.
+        """
+        last = self._last
+        is_open = self.has_open_window() if last is None else last.error is None or self.has_unjudged_update
+        can_ask = is_open and not self._context.ranks.peers_lost
+        return self._give_verdict(is_step=False, closes=True) if can_ask else True
 
     def _give_verdict(self, is_step: bool, closes: bool = False) -> bool:
         with torch.inference_mode(False), torch.no_grad():  # slots must not become inference tensors

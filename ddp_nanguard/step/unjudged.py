@@ -23,15 +23,16 @@ class UnjudgedUpdates:
         self.num_seen = 0
         self._is_told = False
 
-    def look(self, context: GuardContext, step: int, is_first: bool) -> None:
-        """A micro-batch begins in a window that has had a backward: have its gradients been used, or given up?
+    def look(self, context: GuardContext, step: int, ran_backward: bool) -> None:
+        """A micro-batch begins in a window that is open: have its gradients been used, or given up?
 
         Args:
             context: of the guard.
             step: that is running.
-            is_first: whether no verdict was given yet; only then weights are compared, which takes time.
+            ran_backward: whether a backward has run in the window; not so where ``torch.autograd.grad`` did.
         """
-        if self._is_told or not (_are_gone(context) or (is_first and context.window.calls.weights_have_changed())):
+        is_used = (ran_backward and _are_gone(context)) or context.window.calls.weights_were_updated()
+        if self._is_told or not is_used:
             return
         self.num_seen += 1
         if self.num_seen < TOLERATED:

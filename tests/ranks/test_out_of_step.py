@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, run_ranks_raw
 from tests.ranks.small import ended, guard_of, run_step
 
 REMEDY = "give every rank the same number of batches and steps, and let all close the guard after the same step"
@@ -101,3 +103,49 @@ def _other_guard(rank: int, world_size: int) -> str | None:
 
 def test_guards_in_another_order_are_told() -> None:
     assert run_ranks(_other_guard) == [_met("step 0", rank, "that of another guard") for rank in range(2)]
+
+
+def _closed(rank: int, world_size: int) -> str | None:
+    """Checked before a checkpoint; then one rank has another micro-batch, which no step uses."""
+    _, optimizer, guard = _local()
+    run_step(guard, optimizer, torch.ones(2, 4))
+    guard.check()
+    if rank == 1:
+        guard(torch.ones(2, 4)).sum().backward()
+    return ended(guard.close)
+
+
+def test_a_window_that_is_open_on_one_rank_alone_is_closed_by_all() -> None:
+    assert run_ranks(_closed) == [None, None]
+
+
+def _waiting(rank: int, world_size: int, collective: str) -> None:
+    """Rank 0 alone issues a collective of the job; or it takes its time, which is no fault."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = guard_of(model, optimizer, timeout_s=1)
+    for step in range(3):
+        run_step(guard, optimizer, torch.ones(2, 4))
+        if rank == 0 and step == 1:
+            match collective:
+                case "barrier":
+                    dist.barrier()
+                case "all_gather_object":
+                    dist.all_gather_object([None, None], {"loss": 1.0})
+                case "none":
+                    time.sleep(3)
+    guard.close()
+
+
+@pytest.mark.parametrize("collective", ["barrier", "all_gather_object"])
+def test_ranks_that_wait_for_each_other_in_different_collectives_are_told_so(collective: str) -> None:
+    for outcome in run_ranks_raw(_waiting, collective=collective):
+        assert outcome.exit_code == 65
+        (told,) = [line for line in outcome.output.splitlines() if line.startswith("OutOfStepError: ")]
+        assert "have waited for each other for 1 s: rank 0 in " + collective + "() at " in told
+        assert "test_out_of_step.py:" in told
+        assert ", rank 1 in a verdict of the guard; give every rank" in told
+
+
+def test_a_rank_that_takes_its_time_is_waited_for() -> None:
+    assert run_ranks(_waiting, collective="none") == [None, None]

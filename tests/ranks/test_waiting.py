@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from ddp_nanguard import NanGuard
+from ddp_nanguard import NanGuard, NonFiniteError
 from ddp_nanguard.probes.gradient import GradientProbe
 from ddp_nanguard.wrappers import wrapper_of
 from ddp_nanguard.wrappers.plain import PlainWrapper
@@ -194,11 +194,11 @@ def _raised(rank: int, world_size: int) -> Any:
     model.first.register_forward_hook(lambda module, args, output: _Raising.apply(output))
     saw = []
     for value in (1.0, MARK):
-        with pytest.raises(KeyError):
+        with pytest.raises(KeyError) as raised:
             guard(torch.full((3, 4), value)).sum().backward()
-        saw.append(guard._policy.has_findings(guard._monitor.record()))
-    guard._context.slots.discard()
-    guard.close()
+        saw.append(guard._policy.has_findings(guard._monitor.record(), raised.value))
+    with pytest.raises(NonFiniteError):  # the window is open, and what it holds is bad
+        guard.close()
     return saw
 
 

@@ -34,12 +34,13 @@ class Net(nn.Module):
 
 
 class MinimumSgd(torch.optim.SGD):
-    """Keeps a running minimum per parameter, which begins at infinity."""
+    """Keeps a running minimum per parameter, which begins at infinity, and what was before, which begins as NaN."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         for parameter in self.param_groups[0]["params"]:
             self.state[parameter].setdefault("lowest", torch.tensor(INF))
+            self.state[parameter].setdefault("before", torch.full((2,), NAN))
         return super().step(closure)
 
 
@@ -171,3 +172,17 @@ def test_optimizer_state_that_overflows_is_a_fault() -> None:
     report = _run(net, overflow, optimizer=optimizer)
     assert report is not None
     assert report.nonfinite_state == ("layer.weight.exp_avg_sq",)
+    name = "layer.weight.exp_avg_sq"
+    assert report.notes == (f"if {name} is infinite on purpose: ignore=[{name!r}]",)
+
+
+def test_a_loss_beside_damaged_weights_is_no_harmless_one() -> None:
+    net = Net(torch.zeros(1))
+
+    def damage(step: int) -> None:
+        if step == 2:
+            nn.init.constant_(net.layer.weight, NAN)
+
+    report = _run(net, damage, on_loss="warn")
+    assert report is not None
+    assert "in no danger" not in report.cause

@@ -55,6 +55,38 @@ class Plain:
         self._wrapped.zero_grad()
 
 
+class Masters:
+    """Trains copies of the weights, and copies them back."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        self.weights = [p for module in modules for p in module.parameters()]
+        self.masters = [nn.Parameter(p.detach().double()) for p in self.weights]
+        self.optimizer = torch.optim.SGD(self.masters, lr=0.1)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            master.grad = weight.grad.double()  # type: ignore[union-attr]
+        self.optimizer.step()
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            weight.copy_(master)
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+
+class Slotted:
+    """Has slots of names of its own, and takes everything else from what it wraps."""
+
+    __slots__ = ("__wrapped__",)
+
+    def __init__(self, optimizer: Any) -> None:
+        self.__wrapped__ = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__wrapped__, name)
+
+
 class Chained:
     """Several, behind slots and in a dict."""
 
@@ -116,6 +148,9 @@ WRAPPED: dict[str, Callable[[nn.Module], Any]] = {
     "plain object": lambda net: Plain(_sgd(net)),
     "proxy of a proxy": lambda net: Plain(Proxy(_sgd(net))),
     "several": lambda net: Chained(first=_sgd(net[0]), second=Plain(_sgd(net[1]))),
+    "master weights": lambda net: Masters(net),
+    "slots": lambda net: Slotted(_sgd(net)),
+    "dict": lambda net: {"first": _sgd(net[0]), "second": Plain(_sgd(net[1]))},
     "list of wrappers": lambda net: [Plain(_sgd(net[0])), Proxy(_sgd(net[1]))],
 }
 
@@ -130,7 +165,8 @@ def _net() -> nn.Module:
 def test_what_wraps_optimizers_is_followed_to_them(wrap: Callable[[nn.Module], Any], bad_at: int | None) -> None:
     net = _net()
     optimizer = wrap(net)
-    given = optimizer if isinstance(optimizer, list) else [optimizer]
+    given = list(optimizer.values()) if isinstance(optimizer, dict) else optimizer
+    given = given if isinstance(given, list) else [given]
     judged = _trained(net, optimizer, lambda: [each.step() for each in given], bad_at=bad_at)
     assert judged == ((4, None) if bad_at is None else (2, 2))
 
@@ -156,6 +192,53 @@ def test_updates_by_hand_are_told_and_judged_at_the_end(caplog: pytest.LogCaptur
     assert len(told) == 1
     assert "used or cleared 2 times since the last verdict, without step() of the optimizer" in told[0]
     assert "(SGD)" in told[0]
+
+
+def _by_hand_in_place(net: nn.Module) -> None:
+    _by_hand(net)
+    net.zero_grad(set_to_none=False)
+
+
+def _without_grad(net: nn.Module) -> None:
+    """What a loop does that takes its gradients from ``torch.autograd.grad``."""
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter -= 0.1
+
+
+@pytest.mark.parametrize("update", [_by_hand_in_place, _without_grad])
+def test_updates_by_hand_after_some_by_step_are_told(
+    update: Callable[[nn.Module], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    net = _net()
+    optimizer = _sgd(net)
+    guard = NanGuard(net, optimizer, dump_dir=None)
+    for index, x in enumerate(guard.steps([torch.ones(3, 2)] * 5)):
+        loss = guard(x).mean()
+        if index < 2 or update is _by_hand_in_place:
+            loss.backward()
+        if index < 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            update(net)
+    told = [r.getMessage() for r in caplog.records if "NOTHING IS JUDGED" in r.getMessage()]
+    assert [text.partition(":")[0] for text in told] == ["step 2"]
+    guard.watch(loss=loss * NAN)
+    with pytest.raises(NonFiniteError):
+        guard.close()
+
+
+def test_weights_that_the_loop_has_changed_within_the_step_are_not_called_those_of_the_last() -> None:
+    net = _net()
+    optimizer = _sgd(net)
+    guard = NanGuard(net, optimizer, dump_dir=None)
+    (guard(torch.ones(3, 2)).mean() * NAN).backward()
+    with torch.no_grad():
+        net[0].weight.add_(1.0)
+    with pytest.raises(NonFiniteError, match="the loop had changed weights within the step: load a checkpoint"):
+        optimizer.step()
+    guard.close()
 
 
 def test_accumulation_is_not_told(caplog: pytest.LogCaptureFixture) -> None:

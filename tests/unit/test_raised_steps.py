@@ -62,3 +62,71 @@ def test_the_raise_is_the_outcome_of_the_replay(tmp_path: Path, by_step: bool) -
     found = diagnose(session, outcome)
     assert found.traced is not None
     assert "log of a negative number" in found.reason.sentence
+
+
+class Checked(Net):
+    """Refuses its own values."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.log(5 + (x * self.weight).sum(1))
+        assert bool(h.isfinite().all()), "exploded"
+        return h, h
+
+
+class Finite(Net):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, 5 + (x * self.weight).sum(1)
+
+
+def matched(model: nn.Module, batch: Tensor) -> Tensor:
+    _, out = model(batch)
+    cost = out.log()
+    if not bool(cost.detach().isfinite().all()):
+        raise ValueError("matrix contains invalid numeric entries")
+    return cost.mean()
+
+
+def checked_recipe() -> Recipe:
+    return Recipe(model=Checked(), step=step)
+
+
+def matched_recipe() -> Recipe:
+    return Recipe(model=Finite(), step=matched)
+
+
+@pytest.mark.parametrize("name", ["checked", "matched"])
+def test_a_raise_before_any_output_or_loss_is_told_by_what_its_code_had_computed(tmp_path: Path, name: str) -> None:
+    recipe = globals()[f"{name}_recipe"]()
+    net = recipe.model
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    guard = NanGuard(net, optimizer, dump_dir=str(tmp_path), replay=f"{__name__}:{name}_recipe")
+    try:
+        for x in guard.steps([torch.ones(3, 2) * scale for scale in (1, 1, -9)]):
+            recipe.step(guard, x).backward()
+            optimizer.step()
+    except (AssertionError, ValueError) as error:
+        code = guard.on_uncaught_exception(error)
+    guard.close()
+    assert code == 65
+    (path,) = tmp_path.glob("step-*")
+    origin = open_dump(path).report.origin
+    assert origin is not None
+    expected = ("forward", "", "output") if name == "checked" else ("loss", None, "cost")
+    assert (str(origin.phase), origin.layer, origin.slot) == expected
+    session = open_session([str(path)], None, None, "cpu")
+    outcome = session.plain()
+    assert outcome.outcome is Outcome.SAME
+    assert "log of a negative number" in diagnose(session, outcome).reason.sentence
+
+
+def test_a_raise_over_finite_values_and_masks_is_not_ours() -> None:
+    net = Net()
+    guard = NanGuard(net, torch.optim.SGD(net.parameters(), lr=1e-3), dump_dir=None)
+    code: int | None = 0
+    try:
+        scores = guard(torch.ones(3, 2))[0].masked_fill(torch.eye(3, 2) > 0, -float("inf"))
+        raise KeyError(scores.shape)
+    except KeyError as error:
+        code = guard.on_uncaught_exception(error)
+    guard.close()
+    assert code is None
