@@ -35,10 +35,10 @@ def explained(
     Collective: `RankGroup.text_of` on the fault group, where the report has an origin on a rank. Host sync: many.
     """
     origin = report.origin
-    if origin is None or origin.rank is None or report.cause.startswith("scale collapse"):
+    if origin is None or origin.phase is Phase.REDUCE or report.cause.startswith("scale collapse"):
         return report
-    # the rules look at histories and batches, which only the rank where the fault began has
-    is_mine = origin.rank == context.ranks.rank
+    # the rules look at histories and batches, which only the rank where the fault began has, if it is one
+    is_mine = context.ranks.rank == (context.ranks.members[0] if origin.rank is None else origin.rank)
     answer = _answer(context, record, findings, report) if is_mine else ""
     text = context.ranks.ask(lambda ranks: ranks.text_of(is_mine, answer))
     return replace(report, cause=f"{text}; {cause}" if cause else text) if text else report
