@@ -161,6 +161,8 @@ def _is_healed(shape: Shape, fault: LoopFault) -> bool:
     """Whether DDP overwrites the buffer by rank 0's: with each forward after one that had gradients and no no_sync."""
     if shape.wrapper != "ddp" or fault.rank == 0:
         return False
+    if shape.critic:  # its call of the model has gradients
+        return True
     return not (shape.evaluates and fault.step > 0) or (shape.accumulation > 1 and not shape.no_sync)
 
 
