@@ -21,6 +21,8 @@ import torch.distributed as dist
 
 _COLLECTIVES = "torch.distributed.distributed_c10d"
 _PACKAGE = __name__.partition(".")[0]
+_BETWEEN_TWO = {"send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list"}
+"""Point to point: of these different ones do meet."""
 
 
 class DeadlockWatch:
@@ -84,6 +86,8 @@ def _waiting_place(group: dist.ProcessGroup | None) -> tuple[int, str] | None:
 
 
 def _is_over(call: FrameType, group: dist.ProcessGroup | None) -> bool:
+    if call.f_code.co_name in _BETWEEN_TWO:
+        return False
     given = call.f_locals.get("group")
     return (given or dist.group.WORLD) is (group or dist.group.WORLD)
 
