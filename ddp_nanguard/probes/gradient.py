@@ -28,6 +28,7 @@ from .screens import Screen, ScreenCache
 from .slots import SlotBuffer, SlotRole
 
 _current_graph_task = torch._C._current_graph_task_id
+_PLAIN = frozenset((Tensor,))
 _MAX_ORDERS = 256  # gradients that arrive in another order each time must not fill the memory
 
 
@@ -350,7 +351,7 @@ class _Seen:
             is_sure: whether nothing is going to change them but what raises their version.
         """
         # what writes many DTensors in one call (``torch._foreach_mul_``, by which clipping scales) raises none
-        self._is_sure = is_sure or not gradients or type(gradients[0]) is Tensor
+        self._is_sure = is_sure or _PLAIN.issuperset(map(type, gradients))
         self._names, self._held, self._references, self._versions = names, gradients, [], _versions(gradients)
 
     def loosen(self) -> None:
@@ -376,7 +377,7 @@ def _is(gradient: Tensor, version: int, seen: Tensor | None, seen_version: int) 
 
 
 def _versions(gradients: Sequence[Tensor]) -> list[int]:
-    if gradients and type(gradients[0]) is not Tensor:  # of a DTensor either part may be written by itself
+    if not _PLAIN.issuperset(map(type, gradients)):  # of a DTensor either part may be written by itself
         return [version_of(g) + version_of(getattr(g, "_local_tensor", g)) for g in gradients]
     try:
         return [gradient._version for gradient in gradients]

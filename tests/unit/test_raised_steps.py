@@ -13,6 +13,7 @@ from ddp_nanguard.diagnosis.diagnose import diagnose
 from ddp_nanguard.dump import open_dump
 from ddp_nanguard.replay.outcome import Outcome
 from ddp_nanguard.replay.session import open_session
+from ddp_nanguard.report.types import Site
 
 
 class Net(nn.Linear):
@@ -36,22 +37,29 @@ def recipe() -> Recipe:
     return Recipe(model=Net(), step=step)
 
 
-@pytest.mark.parametrize("by_step", [False, True])
-def test_the_raise_is_the_outcome_of_the_replay(tmp_path: Path, by_step: bool) -> None:
-    net = Net()
+def _dumped(folder: Path, name: str, by_step: bool = False) -> tuple[Path, Site]:
+    """The dump of a training whose third step raises, and its origin."""
+    recipe = globals()[name]()
+    net, step = recipe.model, recipe.step
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-    guard = NanGuard(net, optimizer, dump_dir=str(tmp_path), replay=f"{__name__}:recipe")
+    guard = NanGuard(net, optimizer, dump_dir=str(folder), replay=f"{__name__}:{name}")
     try:
         for x in guard.steps([torch.ones(3, 2) * scale for scale in (1, 1, -9)]):
-            (guard.run(step, x) if by_step else step(guard, x)).backward()  # type: ignore[arg-type]
+            (guard.run(step, x) if by_step else step(guard, x)).backward()
             optimizer.step()
-    except ValueError as error:
+    except (AssertionError, ValueError) as error:
         code = guard.on_uncaught_exception(error)
     guard.close()
     assert code == 65
-    (path,) = tmp_path.glob("step-*")
+    (path,) = folder.glob("step-*")
     origin = open_dump(path).report.origin
     assert origin is not None
+    return path, origin
+
+
+@pytest.mark.parametrize("by_step", [False, True])
+def test_the_raise_is_the_outcome_of_the_replay(tmp_path: Path, by_step: bool) -> None:
+    path, origin = _dumped(tmp_path, "recipe", by_step)
     assert (origin.step, str(origin.phase), origin.layer, origin.kind) == (2, "forward", "", "nan")
     session = open_session([str(path)], None, None, "cpu")
     outcome = session.plain()
@@ -96,21 +104,7 @@ def matched_recipe() -> Recipe:
 
 @pytest.mark.parametrize("name", ["checked", "matched"])
 def test_a_raise_before_any_output_or_loss_is_told_by_what_its_code_had_computed(tmp_path: Path, name: str) -> None:
-    recipe = globals()[f"{name}_recipe"]()
-    net = recipe.model
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-    guard = NanGuard(net, optimizer, dump_dir=str(tmp_path), replay=f"{__name__}:{name}_recipe")
-    try:
-        for x in guard.steps([torch.ones(3, 2) * scale for scale in (1, 1, -9)]):
-            recipe.step(guard, x).backward()
-            optimizer.step()
-    except (AssertionError, ValueError) as error:
-        code = guard.on_uncaught_exception(error)
-    guard.close()
-    assert code == 65
-    (path,) = tmp_path.glob("step-*")
-    origin = open_dump(path).report.origin
-    assert origin is not None
+    path, origin = _dumped(tmp_path, f"{name}_recipe")
     expected = ("forward", "", "output") if name == "checked" else ("loss", None, "cost")
     assert (str(origin.phase), origin.layer, origin.slot) == expected
     session = open_session([str(path)], None, None, "cpu")

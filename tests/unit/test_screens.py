@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ddp_nanguard.probes import screens
+from ddp_nanguard.probes.gradient import _Seen
 from ddp_nanguard.probes.screens import MIN_ROWS, ROW_SIZE, Screen
 from ddp_nanguard.probes.slots import SlotBuffer, SlotRole, SlotStats, is_clean
 
@@ -108,3 +109,19 @@ def test_one_call_serves_all_tensors_of_a_kind(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(screens.torch, "stack", lambda tensors, out: None)
     _looked([_random(ROW_SIZE + 1) for _ in range(5)])
     assert calls == [5]
+
+
+class Sharded(torch.Tensor):
+    """A kind of tensor that may be written without a new version, as DTensors are."""
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_where_one_gradient_may_be_written_unseen_all_are_looked_at_again(is_first: bool) -> None:
+    gradients = [torch.ones(2), torch.ones(2).as_subclass(Sharded)][:: -1 if is_first else 1]
+    seen = _Seen()
+    seen.mark(("a", "b"), gradients)
+    assert seen.changed(("a", "b"), gradients) == [0, 1]
+    seen.mark(("a", "b"), gradients, is_sure=True)
+    assert seen.changed(("a", "b"), gradients) == []
+    gradients[0].mul_(2)
+    assert seen.changed(("a", "b"), gradients) == [0]
