@@ -22,7 +22,8 @@ from .probes.calls import ModuleCall
 from .probes.clipping import clip_and_look, clip_grad_norm_
 from .probes.forward import ForwardProbe
 from .probes.gradient import GradientProbe
-from .probes.slots import SlotBuffer, SlotRole
+from .probes.slot_roles import SlotRole
+from .probes.slots import SlotBuffer
 from .probes.sources import STATE_SLOT, KnownNonFinite, LossSource
 from .probes.state import StateProbe
 from .report.types import INFINITE_KINDS, KINDS, Phase
@@ -299,6 +300,12 @@ class GuardContext:
             self.state.probe_buffers_after_forward()
             if (step - self.config.first_step) % self.config.state_every == 0:
                 self.state.probe_optimizer_state()
+
+    def probe_weights(self) -> None:
+        """Probe the weights as they are now, for a verdict that no update has preceded."""
+        if Phase.OPTIMIZER in self.config.watched:
+            for optimizer in self.optimizers:
+                self.state.probe_update(optimizer)
 
     def clip_grad_norm_(self, *args: Any) -> Tensor:
         """See `NanGuard.clip_grad_norm_`; where gradients are watched, a look at them too."""

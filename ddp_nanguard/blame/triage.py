@@ -19,7 +19,8 @@ from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.context import GuardContext
 from ddp_nanguard.probes.gradient import GradientSource
 from ddp_nanguard.probes.severity import NORM_OVERFLOWS_AT, Severity
-from ddp_nanguard.probes.slots import SlotRole, SlotStats, is_clean
+from ddp_nanguard.probes.slot_roles import SlotRole
+from ddp_nanguard.probes.slots import SlotStats, is_clean
 from ddp_nanguard.report.messages import log_line
 from ddp_nanguard.report.types import FaultReport, Phase
 from ddp_nanguard.report.wording import listed

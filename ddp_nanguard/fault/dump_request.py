@@ -30,7 +30,8 @@ from ddp_nanguard.errors import line_of
 from ddp_nanguard.inject.injection import fired_injections
 from ddp_nanguard.probes.gradient import GradientSource
 from ddp_nanguard.probes.slot_keys import keyed_slots
-from ddp_nanguard.probes.slots import SlotRole, SlotStats
+from ddp_nanguard.probes.slot_roles import SlotRole
+from ddp_nanguard.probes.slots import SlotStats
 from ddp_nanguard.probes.sources import LossSource
 from ddp_nanguard.probes.state import state_of
 from ddp_nanguard.report.types import MAX_SITES, FaultReport, Phase

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from .screens import Screen, ScreenCache
-from .slots import SlotBuffer, SlotRole
+from .slot_roles import SlotRole
+from .slots import SlotBuffer
 
 # others may be infinite on purpose, such as a clipping norm that is off
 _NEVER_INFINITE = frozenset({"lr", "weight_decay", "momentum", "dampening", "eps", "betas", "alpha", "rho", "lr_decay"})

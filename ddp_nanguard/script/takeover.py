@@ -109,7 +109,7 @@ class Takeover:
         wrapper = wrapper_of(model)
         self._refuse(self._why_not_alone(wrapper) if self._alone else None)
         require_matching_parameters(dump, model, "script", "command")
-        device = _device_of(wrapper)
+        device = wrapper.compute_device()
         window = dump.window(rank, types=LoadedTypes(), device=device)
         self._refuse(_foreign_batch(window))
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -278,10 +278,6 @@ def _opened(request: ReplayRequest, alone: bool) -> Dump:
 
 def _as_list(optimizer: Any) -> list[torch.optim.Optimizer]:
     return [inner for each in each_given(optimizer) for inner in optimizers_in(each)]
-
-
-def _device_of(wrapper: Wrapper) -> torch.device:
-    return next((wrapper.local(p).device for _, p in wrapper.named_parameters()), torch.device("cpu"))
 
 
 def _foreign_batch(window: list[MicroBatch]) -> str | None:

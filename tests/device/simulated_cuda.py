@@ -42,22 +42,29 @@ def build() -> None:
         raise RuntimeError(f"the simulated CUDA device was not built:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
 
 
-def activate() -> Any:
-    """Make this process one with two CUDA devices, for good. Returns the device's own functions."""
+def activate() -> None:
+    """Make this process one with two CUDA devices, for good."""
     global _core
     if _core is None:
         from torch.utils.cpp_extension import load
 
         _core = load(NAME, [str(SOURCES / "device.cpp")], extra_cflags=["-O0", "-g0"])
         _patch_cuda()
+
+
+def core() -> Any:
+    """The device's own functions."""
     return _core
 
 
-# -- what was asked of the device ----------------------------------------------------------------------------------------
+# -- what was asked of the device --------------------------------------------------------------------------------------
 
 
 class Entry(NamedTuple):
-    """One thing that was asked of the device; ``stream`` is -1 for the whole device, ``what`` an operator."""
+    """One thing that was asked of the device.
+
+    ``stream`` is -1 for the whole device, ``what`` an operator, ``bytes`` for an operator the number of its tensors.
+    """
 
     kind: str
     device: int

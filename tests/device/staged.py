@@ -1,4 +1,4 @@
-"""Collectives of tensors on a simulated device, staged through gloo; like NCCL the backend takes no tensor of the CPU."""
+"""Collectives of tensors on a simulated device, staged through gloo; like NCCL the backend takes none of the CPU."""
 
 from __future__ import annotations
 

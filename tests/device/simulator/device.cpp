@@ -114,7 +114,7 @@ struct Graph {
   }
 };
 
-// ---- operators -----------------------------------------------------------------------------------------------------
+// ---- operators; what is logged as their bytes is the number of their tensors -----------------------------------------------------------------------------------------------------
 thread_local int in_kernel = 0;
 struct InKernel {
   InKernel() { in_kernel++; }
@@ -276,9 +276,20 @@ void launch_again(const c10::OperatorHandle& op, torch::jit::Stack stack, const 
     if (places[i].defined() && results[i].defined() && !places[i].is_same(results[i])) copy_now(places[i], results[i]);
 }
 
+// As generated code does it: a kernel runs on the device of its first tensor, else on the one that it is given.
+MaybeDevice device_of(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  torch::jit::Stack given(stack.end() - op.schema().arguments().size(), stack.end());
+  for (const at::Tensor& tensor : tensors_in(given))
+    if (tensor.defined() && tensor.is_cuda()) return tensor.device();
+  for (auto& value : given)
+    if (value.isDevice()) return value.toDevice();
+  return std::nullopt;
+}
+
 void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   require_alive();
-  note("kernel", device_now, stream_of(device_now), 0, op.schema().operator_name().name);
+  OnDevice on(device_of(op, *stack));
+  note("kernel", device_now, stream_of(device_now), tensors_in(*stack).size(), op.schema().operator_name().name);
   if (!is_capturing) return run_kernel(op, stack);
   torch::jit::Stack given(stack->end() - op.schema().arguments().size(), stack->end());
   run_kernel(op, stack);
@@ -311,6 +322,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("set_.source_Storage_storage_offset", set_storage);
   m.impl("set_.source_Tensor", set_tensor);
   m.impl("record_stream", record_stream);
+  // has a kernel of its own in CUDA, while the CPU has one for each tensor
+  m.impl("_foreach_norm.Scalar", torch::CppFunction::makeFromBoxedFunction<&kernel>());
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
