@@ -84,9 +84,9 @@ def dense_parts(tensor: Tensor) -> list[Tensor] | None:
     if is_plain(tensor):
         return [tensor.detach()]
     try:
-        if is_in_flight(tensor):
-            return None
-        return _context(arrived(tensor).detach())
+        if hasattr(tensor, "trigger_wait"):
+            return None if is_in_flight(tensor) else dense_parts(arrived(tensor))
+        return _context(tensor.detach())
     except (RuntimeError, NotImplementedError, AttributeError, TypeError):
         return None  # a kind that torch itself cannot take apart is unchecked, never an exception in the user's step
 

@@ -1,4 +1,4 @@
-"""Counts and ends of tensors, against torch's own over the whole tensor; memory of both; what a collective writes to."""
+"""Counts and ends of tensors, against torch's own over the whole; their memory; what a collective writes to."""
 
 from __future__ import annotations
 
