@@ -282,7 +282,7 @@ class GuardContext:
         if Phase.STATE in self.config.watched and not self.window.buffers() and self.wrapper.overwrites_buffers():
             self.state.probe_buffers_before_broadcast()
 
-    def probe_before_verdict(self, step: int) -> None:
+    def probe_before_verdict(self, step: int, weights_too: bool = False) -> None:
         """Probe what is looked at once per window, right before the verdict.
 
         That is gradients that no hook has seen as they are now, buffers and registered modules, and every
@@ -290,6 +290,7 @@ class GuardContext:
 
         Args:
             step: its number, which decides about the optimizer state on all ranks alike.
+            weights_too: whether the weights are looked at as well, as they are now.
         """
         self.flush_compiled()
         if not self.config.watched.isdisjoint((Phase.BACKWARD, Phase.REDUCE)):
@@ -298,14 +299,10 @@ class GuardContext:
             self.gradient.probe_unhooked()
         if Phase.STATE in self.config.watched:
             self.state.probe_buffers_after_forward()
+            if weights_too:
+                self.state.probe_weights()
             if (step - self.config.first_step) % self.config.state_every == 0:
                 self.state.probe_optimizer_state()
-
-    def probe_weights(self) -> None:
-        """Probe the weights as they are now, for a verdict that no update has preceded."""
-        if Phase.OPTIMIZER in self.config.watched:
-            for optimizer in self.optimizers:
-                self.state.probe_update(optimizer)
 
     def clip_grad_norm_(self, *args: Any) -> Tensor:
         """See `NanGuard.clip_grad_norm_`; where gradients are watched, a look at them too."""

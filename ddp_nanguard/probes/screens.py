@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_nanguard.tensors.accelerator import is_capturing
 from ddp_nanguard.tensors.minmax import is_plain
 
 from .slot_pages import SlotGroup
@@ -135,6 +134,8 @@ class Screen:
             tensors: one per source, local to this rank.
             orders: execution orders; default the next ones.
         """
+        if slots.is_capturing():
+            return None
         if torch.is_grad_enabled():  # not so in a backward and at a verdict, and a context takes as long as a kernel
             with torch.no_grad():
                 return self.look(slots, tensors, orders)
@@ -148,8 +149,6 @@ class Screen:
         if types != self._types:
             self._plan(tensors, slots.exact)
             self._types = types
-        if self._groups and is_capturing(self._groups[0].device):
-            return None
         for group in self._groups:
             self._look_at(group, slots, tensors, orders)
         for index in self._each:

@@ -179,6 +179,10 @@ class StateProbe:
             named = ((f"{prefix}.{name}", parameter) for name, parameter in module.named_parameters())
             self._probe("parameter", "written", named)
 
+    def probe_weights(self) -> None:
+        """Reduce the parameters as they are now, where nothing tells whether they were written since the last look."""
+        self._probe("parameter", "written", self.parameters())
+
     def probe_hyper_parameters(self) -> bool:
         """Reduce the hyper-parameters that are tensors; returns whether one that the host holds is bad."""
         values = self._values_of_groups()

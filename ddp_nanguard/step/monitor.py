@@ -218,10 +218,16 @@ class StepMonitor:
         A loss that was watched without any call of the model comes from a graph that was replayed: a step like others,
         whose update nothing has seen.
         """
-        if not self.has_unjudged_update and self.stage is not StepStage.BACKWARD:
-            with torch.no_grad():
-                self._context.probe_weights()
-        return self._give_verdict(is_step=False)
+        # no update was seen since the last verdict, but one may have been replayed
+        weights_too = not self.has_unjudged_update and self.stage is not StepStage.BACKWARD
+        return self._give_verdict(is_step=False, weights_too=weights_too)
+
+    def _refuse_capture(self) -> None:
+        if self._context.slots.is_capturing():
+            raise ValueError(
+                "a verdict cannot be captured into a graph: it reads the host. Capture the step before the guard is "
+                "made and call guard.check() after each replay, or capture forward and backward only"
+            )
 
     def _ran_unseen(self) -> bool:
         micro_batches = self._context.window.micro_batches
@@ -252,16 +258,12 @@ class StepMonitor:
         can_ask = is_open and not self._context.ranks.peers_lost
         return self._give_verdict(is_step=False, closes=True) if can_ask else True
 
-    def _give_verdict(self, is_step: bool, closes: bool = False) -> bool:
-        if self._context.slots.is_capturing():
-            raise ValueError(
-                "a verdict cannot be captured into a graph: it reads the host. Capture the step before the guard is "
-                "made and call guard.check() after each replay, or capture forward and backward only"
-            )
+    def _give_verdict(self, is_step: bool, closes: bool = False, weights_too: bool = False) -> bool:
+        self._refuse_capture()
         with torch.inference_mode(False), torch.no_grad():  # slots must not become inference tensors
             self._resolve_previous()
             ran_backward = self.stage is StepStage.BACKWARD or self._ran_unseen()
-            verdict = self._judge.ask_all_ranks(self.step, ran_backward, closes)
+            verdict = self._judge.ask_all_ranks(self.step, ran_backward, closes, weights_too)
             self.has_unjudged_update = False  # the update before it was part of this verdict
             if self._deferred is not None and is_step and self._deferred.can_defer():
                 return self._defer(verdict)

@@ -179,7 +179,7 @@ class _Graph:
     def __init__(self, keep_graph: bool = False) -> None:
         self._graph: Any = None
 
-    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+    def capture_begin(self, *_: Any, **__: Any) -> None:
         _core.begin_capture()
 
     def capture_end(self) -> None:
@@ -241,6 +241,7 @@ def _patch_cuda() -> None:
     cuda.graphs._cuda_isCurrentStreamCapturing = _core.is_capturing
     cuda.graphs.graph_pool_handle = cuda.graph_pool_handle = lambda: (0, 1)
     torch._C._cuda_isCurrentStreamCapturing = _core.is_capturing
+    torch._C._host_emptyCache = cuda.empty_cache
     torch.accelerator.empty_cache = cuda.empty_cache
     _patch_storage()
 

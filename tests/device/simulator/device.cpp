@@ -109,6 +109,7 @@ struct Graph {
   std::vector<std::function<void()>> launches;
   void replay() {
     require_alive();
+    at::AutoDispatchBelowAutograd below;
     note("graph replay", device_now, stream_of(device_now), 0, std::to_string(launches.size()));
     for (auto& launch : launches) launch();
   }
