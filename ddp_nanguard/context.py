@@ -33,6 +33,32 @@ from .wrappers import GradientWatch, Wrapper, compiled_modules
 from .wrappers.grad_scaler import WatchedScaler
 
 
+@dataclass(frozen=True)
+class Reach:
+    """How much of a rank's device can be read by a thread that must not wait for the job's own stream.
+
+    Attributes:
+        answers: whether the device answers at all.
+        up_to: execution order of the last slot that is known to have been written, as are all before it; gradients may
+            still be written to. None: everything has been.
+    """
+
+    answers: bool = True
+    up_to: int | None = None
+
+    def covers(self, order: int) -> bool:
+        """Whether the slot of this execution order has been written for sure."""
+        return self.up_to is None or order <= self.up_to
+
+    def lacks(self) -> str | None:
+        """What was not looked at for that, in words."""
+        if not self.answers:
+            return "this rank's device does not answer: nothing on it was looked at or written"
+        if self.up_to is not None:
+            return "this rank's device waits for a peer: nothing after its own backward was looked at"
+        return None
+
+
 @dataclass
 class GuardContext:
     """Everything that belongs to one guard: passed around so that the parts need not know each other.
@@ -64,6 +90,7 @@ class GuardContext:
         compiled: names of modules inside compiled code, and of modules whose own call is compiled.
         has_hooks: whether the hooks of the forward are on the modules.
         undone: what the fault path could not do on this rank.
+        reach: how much of this rank's device can be read; all of it, but for a rank that ends on its own.
     """
 
     # - Given by the user, and what follows from it
@@ -106,6 +133,7 @@ class GuardContext:
     compiled: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
     has_hooks: bool = False
     undone: Undone = field(default_factory=Undone)
+    reach: Reach = Reach()
 
     def record(self, step: int) -> StepRecord:
         """The record of the step that is running. It refers to the open window and slots and copies nothing.

@@ -108,7 +108,6 @@ class MinMaxSlots:
 
     def _add_chunk(self) -> None:
         device, dtype = self._kind
-        # never read before it is written, so it need not be filled, on a stream that may be another one by then
         chunk = torch.empty(max(len(self._outs), _CHUNK), 2, device=device, dtype=dtype)
         self._chunks.append(chunk)
         self._outs += [(row[0], row[1]) for row in chunk.unbind()]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ddp_nanguard.tensors.accelerator import is_capturing
+from ddp_nanguard.tensors.accelerator import StreamMark, is_capturing
 from ddp_nanguard.tensors.minmax import arrived, compact, dense_parts, is_plain
 
 from .slot_pages import SlotGroup, SlotPage, SlotTable
@@ -83,6 +83,9 @@ class SlotBuffer:
     def __init__(self, history: int, exact: bool = False, device: torch.device = _CPU) -> None:
         self.exact = exact
         self._device = device
+        # - where the stream was when this rank's own gradients had been looked at, in the last step that had any
+        self._mark: StreamMark | None = None
+        self._marked_order = 0
         # - The open window: pages by (device, dtype); by device alone for slots that compiled code filled: those are
         # float64 whatever the dtype of what they saw
         self._pages: dict[object, SlotPage] = {}
@@ -96,6 +99,20 @@ class SlotBuffer:
         self.num_kept = 0
         self._turn = 0
         self._past: dict[int, PastStep] = {}
+
+    def mark(self) -> None:
+        """Note that what was launched so far is what `finished_up_to` may be asked about; one event, none on a CPU."""
+        if self._device.type != "cpu":
+            self._mark, self._marked_order = StreamMark(self._device), self.order
+
+    def finished_up_to(self, within_s: float) -> int | None:
+        """The execution order up to which slots have been written for sure; None: all of them.
+
+        For a rank whose stream may wait for a peer that never comes. Host sync: none; it looks for up to ``within_s``.
+        """
+        if self._mark is None or self._mark.is_idle(within_s):
+            return None
+        return self._marked_order if self._mark.is_reached() else 0
 
     def is_capturing(self) -> bool:
         """Whether a graph is being captured: what is launched now would run again in every replay."""
@@ -173,7 +190,7 @@ class SlotBuffer:
         past = self._past[self._turn] = PastStep(step, tables, self.expand_compiled)
         self._turn = (self._turn + 1) % self.history
         self.num_kept += 1
-        self.order = 0
+        self.order = self._marked_order = 0
         return past
 
     def drop_history(self, past: PastStep) -> None:
@@ -184,7 +201,7 @@ class SlotBuffer:
         """Forget the slots of the open window, as after a fault; the ring stays."""
         for page in self._pages.values():
             page.discard()
-        self.order = 0
+        self.order = self._marked_order = 0
 
     def past(self) -> list[PastStep]:
         """The clean steps in the ring, oldest first."""

@@ -192,6 +192,7 @@ class StepMonitor:
     def _on_local_backward_end(self) -> None:
         """Everything of this rank is computed, the wrapper's communication not yet done."""
         self._context.gradient.flush_pending()
+        self._context.slots.mark()
 
     def _on_backward_end(self) -> None:
         """The wrapper's communication is done too."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -57,3 +60,65 @@ def on_device(number: Tensor, device: torch.device) -> Tensor:
     if number.device.type == "cpu" and device.type != "cpu":
         return torch.full((), number.item(), dtype=number.dtype, device=device)
     return number.to(device)
+
+
+# -- where the device may have stopped, or waits for a peer that is gone -------------------------------------------------
+
+
+@contextlib.contextmanager
+def aside(device: torch.device) -> Iterator[None]:
+    """On an accelerator, a stream of its own for this thread: it waits for nothing that the job has launched.
+
+    Only for what no kernel writes to any more, and best for copies to the host: a kernel that is used for the first
+    time may be loaded, and memory that is given back may make the device wait for all its streams.
+    """
+    if device.type == "cpu":
+        yield
+        return
+    before, current = torch.accelerator.current_stream(device), torch.accelerator.current_device_index()
+    torch.accelerator.set_stream(torch.Stream(device))
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+        torch.accelerator.set_device_index(current)
+
+
+def answers(device: torch.device, within_s: float) -> bool:
+    """Whether the device copies a number to the host in time; always so for a CPU.
+
+    Not where an error has taken its context, and not where all streams share a queue that waits for a peer.
+    """
+    if device.type == "cpu":
+        return True
+    answered = threading.Event()
+
+    def ask() -> None:
+        with contextlib.suppress(RuntimeError), aside(device):
+            torch.empty((), device=device).cpu()
+            answered.set()
+
+    asking = threading.Thread(target=ask, name="ddp_nanguard-asks-device", daemon=True)
+    asking.start()
+    asking.join(within_s)
+    return answered.is_set()
+
+
+class StreamMark:
+    """A point in the work of the stream that is the current one when it is made. One event; none on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.accelerator.current_stream(device)
+        self._event = torch.Event(device)
+        self._event.record(self._stream)
+
+    def is_reached(self) -> bool:
+        """Whether all that came before it has run. No host wait."""
+        return bool(self._event.query())
+
+    def is_idle(self, within_s: float) -> bool:
+        """Whether the stream has nothing left to do, now or within so many seconds."""
+        deadline = time.monotonic() + within_s
+        while not (idle := bool(self._stream.query())) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return idle

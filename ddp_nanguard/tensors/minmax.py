@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from torch import Tensor
 from ddp_nanguard.report.types import Evidence
 from ddp_nanguard.tensors.dtypes import dtype_name
 
-_T = TypeVar("_T")
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _REDUCIBLE = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
@@ -142,7 +141,7 @@ def kind_of(minimum: float, maximum: float, allow_negative_inf: bool = False) ->
 def evidence(tensor: Tensor) -> Evidence | None:
     """Counts of one tensor from a rescan; None where the kind cannot be checked.
 
-    Host sync: two per dense part, and two per `_PIECE` elements of one that is bad. Called on the fault path only.
+    Host sync: two per dense part, and one copy per `_PIECE` elements of one that is bad. Called on the fault path only.
     Memory: a few times `_PIECE` elements, however large the tensor is.
     """
     try:
@@ -180,12 +179,13 @@ class _Counts(NamedTuple):
 
 
 def _counts(part: Tensor) -> _Counts:
-    low, high = _retried(_ends, part)
+    low, high = _ends(part)
     if math.isfinite(low) and math.isfinite(high):
         return _Counts(0, 0, 0, max(abs(low), abs(high)), None)
     total, before = _Counts(0, 0, 0, None, None), 0
     for piece in _pieces(part):
-        total = _joined(total, _retried(_counts_of_piece, piece), before)
+        # on the host: no memory of the device, and no kernel that would have to be loaded there first
+        total = _joined(total, _counts_of_piece(piece.cpu()), before)
         before += piece.numel()
     return total
 
@@ -203,7 +203,19 @@ def _joined(total: _Counts, piece: _Counts, before: int) -> _Counts:
 
 
 def _ends(part: Tensor) -> tuple[float, float]:
-    ends = torch.aminmax(compact(part))
+    """Minimum and maximum, NaN for both where there is one; on the host where the device cannot tell."""
+    try:
+        return _ends_of_piece(part)
+    except (RuntimeError, NotImplementedError):  # no memory left, or no such operator
+        if part.device.type == "cpu":
+            raise
+        ends = [_ends_of_piece(piece.cpu()) for piece in _pieces(part)]
+        lows, highs = [low for low, _ in ends], [high for _, high in ends]
+        return (math.nan, math.nan) if any(map(math.isnan, lows)) else (min(lows), max(highs))
+
+
+def _ends_of_piece(piece: Tensor) -> tuple[float, float]:
+    ends = torch.aminmax(compact(piece))
     return float(ends.min), float(ends.max)
 
 
@@ -230,16 +242,6 @@ def _pieces(part: Tensor) -> Iterator[Tensor]:
             yield from _pieces(some if len(some) > 1 else some[0])
 
 
-def _retried(count: Callable[[Tensor], _T], part: Tensor) -> _T:
-    """What ``count`` gives; on the host where the device has no memory left, or no such operator."""
-    try:
-        return count(part)
-    except (RuntimeError, NotImplementedError):
-        if part.device.type == "cpu":
-            raise
-        return count(part.cpu())
-
-
 def _position(index: int, shape: torch.Size) -> tuple[int, ...]:
     position: list[int] = []
     for size in reversed(shape):
@@ -254,7 +256,7 @@ def extremes(tensor: Tensor) -> tuple[float, float] | None:
     Host sync: two per dense part. Called on the fault path only.
     """
     try:
-        found = [_retried(_ends, part) for part in dense_parts(tensor) or ()]
+        found = [_ends(part) for part in dense_parts(tensor) or ()]
     except (RuntimeError, NotImplementedError, TypeError):
         return None
     if not found:
