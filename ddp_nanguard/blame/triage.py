@@ -173,7 +173,10 @@ class Triage:
 
     def report(self, record: StepRecord, findings: RankFindings, cause: str) -> FaultReport:
         """The report of a step, the same on all ranks. Collective: the fault round, on the fault group."""
-        report = report_of(self._context, record, findings, cause, self.let_through)
+        return self.noted(report_of(self._context, record, findings, cause, self.let_through))
+
+    def noted(self, report: FaultReport) -> FaultReport:
+        """The report with the option that would let such state pass, where it may be so on purpose."""
         name = self._maybe_on_purpose(report)
         remedy = () if name is None else (f"if {name} is infinite on purpose: ignore=[{name!r}]",)
         return replace(report, notes=(*report.notes, *remedy))

@@ -1,9 +1,10 @@
 """How a rank that raised on its own tells its peers.
 
 [Note: who tells whom]
-A rank whose own code raised cannot reach a collective any more, and its peers wait in one. It writes its local part,
-sets a key in the store and ends; a thread on every rank polls that key, so that each peer learns of it within a few
-seconds whatever its main thread waits for, writes its own local part and ends too.
+A rank whose own code raised cannot reach a collective any more, and its peers wait in one. It sets a key in the store;
+a thread on every rank polls that key, so that each peer learns of it within a few seconds whatever its main thread
+waits for. Each leaves in the store what it saw, reads what its peers saw, as far as that comes within the time that
+they may take to hear of it, writes its own local part and ends. So all tell the same, though none can communicate.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class AbortSignal:
         self._stop = threading.Event()
         # often enough that a peer ends well within timeout_s, seldom enough that many ranks are no load on the store
         interval_s = min(max(timeout_s / 20, 0.2), 5.0)
+        self._answers_within_s = min(3 * interval_s + 1.0, timeout_s)
         watch = DeadlockWatch(self._store, self._key, group, dist.get_rank(group), timeout_s)
         told = weakref.WeakMethod(on_set), weakref.WeakMethod(on_deadlock)
         arguments = (self._stop, self._store, self._key, interval_s, watch, *told)
@@ -67,11 +69,15 @@ class AbortSignal:
         self._close = weakref.finalize(self, _end_thread, self._stop, thread, 10 * interval_s)
 
     def set(self, text: str) -> None:
-        """Tell the peers, unless one of them has done so already."""
+        """Tell the peers, unless one of them has done so already.
+
+        Args:
+            text: what this rank did, to follow "rank R".
+        """
         self._stop.set()  # this rank's own thread need not hear of it
         try:
             if not self._store.check([self._key]):
-                self._store.set(self._key, f"rank {self._rank}: {text}"[:500])
+                self._store.set(self._key, f"rank {self._rank} {text}"[:500])
         except RuntimeError as error:
             _log.warning("peers could not be told: %s", error)
 
@@ -90,6 +96,27 @@ class AbortSignal:
                 return True
             time.sleep(0.05)
         return False
+
+    def meet(self, index: int, seen: str) -> dict[int, str]:
+        """What each rank saw, by its position in the group; of this rank, and of the peers that answer soon enough.
+
+        Args:
+            index: position of this rank.
+            seen: what it saw.
+        """
+        keys = [f"{self._key}/saw/{peer}" for peer in range(self._num_ranks)]
+        deadline = time.monotonic() + self._answers_within_s
+        found = {index: seen}
+        try:
+            self._store.set(keys[index], seen)
+            for peer in (peer for peer in range(self._num_ranks) if peer != index):
+                while not (is_there := self._store.check([keys[peer]])) and time.monotonic() < deadline:
+                    time.sleep(0.05)
+                if is_there:
+                    found[peer] = self._store.get(keys[peer]).decode(errors="replace")
+        except RuntimeError as error:
+            _log.warning("peers could not be asked: %s", error)
+        return found
 
     def wait_for_all(self) -> None:
         """Wait until all ranks have written their part, at most ``timeout_s``: the first exit ends the others."""

@@ -50,6 +50,7 @@ ROW_BYTES = 16
 """A row of the table of replicas: 8 bytes that stand for name and place of a piece, 8 for its content."""
 MAX_NAMES = 8
 """Names of differing tensors that each rank tells its peers."""
+NO_PEER = "no collective was possible any more"
 NO_SPACE = "left out for lack of space"
 
 
@@ -64,7 +65,7 @@ def write_dump(request: DumpRequest) -> DumpResult:
     if request.config.dump_dir is None:
         return DumpResult(None)
     if request.group is None and request.world_size > 1:
-        return _Alone(request, "no peer could be reached").write()
+        return _Alone(request, NO_PEER).write()
     together = _Together(request, Path(request.config.dump_dir).absolute())
     try:
         return together.write()
@@ -374,7 +375,8 @@ class _Alone:
     def _write_manifest(self, dump: Path) -> None:
         with place.locked(self.root):
             if not (dump / MANIFEST).exists():
-                problems = [f"rank {self.request.rank} wrote alone: {self.why}", *self.problems.lines]
+                who = "each rank" if self.why == NO_PEER else f"rank {self.request.rank}"
+                problems = [f"{who} wrote its own part: {self.why}", *self.problems.lines]
                 write_shared_files(self.request, dump, dump, Outcome(True, self.why, problems, []))
 
 

@@ -224,6 +224,8 @@ def _first(sites: list[Site], alone: bool) -> Site | None:
 def _placed(dump: Dump, rank: int, then: Site | None) -> Site | None:
     """The recorded site of a rank, as the second look has placed it where it was this rank's."""
     look, origin = dump.report.second_look, dump.report.origin
+    if then is not None and then.phase is Phase.REDUCE and (origin is None or origin.phase is not Phase.REDUCE):
+        return replace(then, input_kind="unchecked")  # the rank spoke for itself: another one's gradient was bad before
     is_placed = look is not None and look.outcome == "same" and origin is not None and origin.rank == rank
     return origin if is_placed and then is not None else then
 
