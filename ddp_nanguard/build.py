@@ -87,6 +87,7 @@ def build_context(
     injection = spec_from_environment(args.wrapper, ranks) if args.config.enabled else None
     ranks.bound_waiting()
     if args.config.enabled:
+        ranks.meet()
         guarded.add(args.wrapper.root)
         if ranks.index == 0:
             _warn_of_small_eps(args.optimizers)

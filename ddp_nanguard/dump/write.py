@@ -64,7 +64,7 @@ def write_dump(request: DumpRequest) -> DumpResult:
     if request.config.dump_dir is None:
         return DumpResult(None)
     if request.group is None and request.world_size > 1:
-        return _Alone(request, "no peer could be reached").write()
+        return _Alone(request, request.why_alone).write()
     together = _Together(request, Path(request.config.dump_dir).absolute())
     try:
         return together.write()

@@ -21,6 +21,7 @@ from ddp_nanguard.capture.command import command, launcher_variables
 from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.capture.window import MicroBatch
 from ddp_nanguard.context import GuardContext
+from ddp_nanguard.distributed.fault_group import FaultGroup
 from ddp_nanguard.dump.history import FAULT, step_prefix
 from ddp_nanguard.dump.manifest import settings
 from ddp_nanguard.dump.rank_records import CompiledLayers, Device, InjectedFault, RankEvidence
@@ -61,6 +62,7 @@ def dump_request(context: GuardContext, record: StepRecord, findings: RankFindin
         rank=context.ranks.rank,
         world_size=context.ranks.world_size,
         group=None if context.ranks.peers_lost else context.ranks.fault_group.group,
+        why_alone=FaultGroup.why_alone if context.ranks.peers_lost else context.ranks.fault_group.why_alone,
         config=context.config,
         wrapper=WrapperDescription.from_dict(context.wrapper.describe()),
         state=state,

@@ -292,7 +292,7 @@ class FaultPolicy:
         report = self._with_undone(audited(context.ranks, told_why(context, record, looked, judgement.cause), findings))
         if report.second_look is not None:
             _say(logging.ERROR, looked_line(report))
-        self._amend(report, alone=context.ranks.peers_lost)
+        self._amend(report, alone=context.ranks.writes_alone)
         return replace(looked, report=report)
 
     def _amend(self, report: FaultReport, alone: bool) -> None:
