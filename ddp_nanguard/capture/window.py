@@ -49,7 +49,7 @@ class AccumulationWindow:
     """The micro-batches of the step now running, and the buffers from before it.
 
     Args:
-        device: of the model; its random state is kept too.
+        device: of the model; its random state is kept too, and those of `rng.other_devices`.
         copy_batch: whether batch tensors are copied instead of referred to.
         hold: where batches are held; ``host`` copies them to pinned memory without waiting.
         weights: the model's parameters.
@@ -59,6 +59,7 @@ class AccumulationWindow:
         micro_batches: those begun so far.
         reduced_micro_batches: indices of those after whose backward gradients were communicated.
         generators: registered random generators by name.
+        other_devices: see `rng.other_devices`.
         calls: calls of the model and backward passes through them.
 
     Memory: references to the batches (copies with ``copy_batch`` or where ``hold="host"`` moves them off the device),
@@ -74,8 +75,9 @@ class AccumulationWindow:
         modules: Sequence[nn.Module] = (),
     ) -> None:
         self._device = device
+        self.other_devices = rng.other_devices(device, weights)
         self.generators: dict[str, Any] = {}
-        self.calls = ModelCalls(device, weights, copy_batch, modules, self.generators)
+        self.calls = ModelCalls(device, weights, copy_batch, modules, self.generators, self.other_devices)
 
         # - Batches. Tensors kept by reference can be changed in place by the step, which would make the dump lie: their
         # versions tell
@@ -111,7 +113,9 @@ class AccumulationWindow:
         Host sync: none (``hold="host"`` copies without waiting).
         """
         kept = _kept(batch, self._keep_tensor)
-        micro_batch = MicroBatch(len(self.micro_batches), kept, rng.capture(self._device, self.generators))
+        micro_batch = MicroBatch(
+            len(self.micro_batches), kept, rng.capture(self._device, self.generators, self.other_devices)
+        )
         self.micro_batches.append(micro_batch)
         self._versions.append([(path, tensor, _version(tensor)) for path, tensor in named_tensors_in(kept)])
         return micro_batch

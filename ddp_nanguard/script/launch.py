@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ddp_nanguard.capture.backends import ENVIRONMENT
 from ddp_nanguard.dump.read import Dump
 from ddp_nanguard.errors import DumpError
 
@@ -78,6 +79,10 @@ def child_environment(dump: Dump, request: ReplayRequest) -> dict[str, str]:
         if name not in _OF_A_JOB and not name.startswith(("TORCHELASTIC_", "NANGUARD_"))
     }
     paths = [str(INTERCEPT), *filter(None, [environment.get("PYTHONPATH")])]
+    # libraries read these once, before a guard could set them
+    environment.update(
+        {name: value for name, value in dump.manifest.settings.environment.items() if name in ENVIRONMENT}
+    )
     return {**environment, **_launched(dump, request), **request.to_environment(), "PYTHONPATH": os.pathsep.join(paths)}
 
 
