@@ -62,7 +62,8 @@ def _constants(device: torch.device, guard: int) -> tuple[list[Tensor], Tensor]:
     """The words of every step of a guard, and which of them the severity is added to."""
     tags = [_Tag(guard, step, closes) for step in range(_STEPS) for closes in (False, True)]
     words = [tag.words(ran_backward) for tag in tags for ran_backward in (False, True)]
-    return list(torch.tensor(words, device=device).unbind()), torch.tensor([_UNIT, 0], device=device)
+    first = torch.tensor([_UNIT, 0], dtype=torch.int64, device=device)
+    return list(torch.tensor(words, dtype=torch.int64, device=device).unbind()), first
 
 
 @dataclass(frozen=True)

@@ -235,5 +235,5 @@ def read_plain_state(dump: Path) -> dict[str, Any]:
 
 
 def _outline(stored: InlineTensor) -> torch.Tensor:
-    data = torch.tensor(list(base64.b64decode(stored.base64)), dtype=torch.uint8)
+    data = torch.tensor(list(base64.b64decode(stored.base64)), dtype=torch.uint8, device="cpu")
     return restored(data, dtype_of(stored.dtype)).reshape(stored.shape)

@@ -204,7 +204,7 @@ class _Together:
         rows = self.problems.guard(
             "replicas not compared", lambda: thread_map(lambda i: _row(request, i), range(len(request.state)))
         )
-        table = torch.zeros((request.num_shards, most, ROW_BYTES), dtype=torch.uint8)
+        table = torch.zeros((request.num_shards, most, ROW_BYTES), dtype=torch.uint8, device="cpu")
         if rows and request.replica_index == 0:
             table[request.shard_index, : len(rows)] = torch.frombuffer(
                 bytearray(b"".join(rows)), dtype=torch.uint8

@@ -121,9 +121,9 @@ class SeverityReducer:
             limits=torch.tensor([bad_from, [NORM_OVERFLOWS_AT] * len(roles)], dtype=dtype, device=device),
             levels=torch.tensor([[int(self._level(role)) for role in roles], warned], dtype=torch.int64, device=device),
             clean=torch.zeros((), dtype=torch.int64, device=device),
-            signs=torch.tensor(signs, device=device) if -1.0 in signs else None,
+            signs=torch.tensor(signs, dtype=dtype, device=device) if -1.0 in signs else None,
             masks={
-                role: torch.tensor([other is role for other in roles], device=device)
+                role: torch.tensor([other is role for other in roles], dtype=torch.bool, device=device)
                 for role in distinguished
                 if role in roles
             },

@@ -214,7 +214,7 @@ def device_for(name: str | None) -> torch.device:
 def _named_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
-        if torch.empty(1, device=device).is_meta:
+        if torch.empty(1, dtype=torch.uint8, device=device).is_meta:
             raise DumpError(f"--device {name} computes nothing; give a device of this machine, such as cpu")
     except (RuntimeError, AssertionError) as error:
         raise DumpError(f"--device {name}: {str(error).splitlines()[0]}; give a device of this machine") from error
