@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ddp_nanguard.tensors.devices import accelerator
+
 Generators = Mapping[str, Any]
 """Registered generators by name: `torch.Generator`, `numpy.random.Generator` or `random.Random`."""
 
@@ -63,17 +65,17 @@ def other_devices(device: torch.device, tensors: Iterable[Tensor]) -> tuple[torc
         kept on the CPU.
     """
     found = dict.fromkeys(tensor.device for tensor in tensors if tensor.device.type not in _NO_STREAM)
-    current = _current_accelerator()
+    current = _used_accelerator()
     if current is not None:
         found[current] = None
     return tuple(each for each in found if each != device)
 
 
-def _current_accelerator() -> torch.device | None:
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    if kind is None or not getattr(torch.get_device_module(kind), "is_initialized", lambda: False)():
+def _used_accelerator() -> torch.device | None:
+    device = accelerator()
+    if device is None or not getattr(torch.get_device_module(device), "is_initialized", lambda: False)():
         return None
-    return torch.device(kind.type, torch.accelerator.current_device_index())
+    return device
 
 
 def capture(
@@ -229,7 +231,7 @@ def _restore_device(state: RandomState, device: torch.device | None) -> None:
 
 def _restore_other(name: str, saved: Tensor) -> None:
     device = torch.device(name)
-    here = torch.accelerator.current_accelerator(check_available=True)
+    here = accelerator()
     if here is None or here.type != device.type or (device.index or 0) >= torch.accelerator.device_count():
         raise ValueError(f"recorded on {name}, which this machine does not have")
     _set_device_state(device, saved)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ddp_nanguard.errors import Undone
+from ddp_nanguard.errors import Undone, line_of
 from ddp_nanguard.tensors.containers import copy_containers, named_tensors_in, path_text
 from ddp_nanguard.tensors.minmax import kind_in
 from ddp_nanguard.tensors.written import write_back
@@ -19,6 +21,8 @@ from ddp_nanguard.tensors.written import write_back
 from . import rng
 from .model_calls import ModelCalls
 from .rng import RandomState
+
+_log = logging.getLogger(__name__)
 
 SMALL_BYTES = 2**20
 """Integer and boolean buffers up to this size (counters, usage tables) are copied too; larger ones are constants."""
@@ -213,8 +217,21 @@ def _clone(tensor: Tensor) -> Tensor:
 def _to_host(tensor: Tensor) -> Tensor:
     if tensor.device.type == "cpu":
         return tensor
-    held = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    try:
+        held = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    except RuntimeError as error:  # sparse tensors, and devices without pinned memory
+        _say_once(f"option hold_batches='host': a {_kind_of(tensor)} tensor stays where it is: {line_of(error)}")
+        return tensor
     return held.copy_(tensor.detach(), non_blocking=True)
+
+
+def _kind_of(tensor: Tensor) -> str:
+    return f"{str(tensor.layout).removeprefix('torch.')} {tensor.device.type}"
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    _log.warning("%s", text)
 
 
 def _version(tensor: Tensor) -> int:

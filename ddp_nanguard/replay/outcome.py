@@ -21,6 +21,7 @@ from ddp_nanguard.report.command_text import replay_all_text
 from ddp_nanguard.report.messages import what
 from ddp_nanguard.report.slot_key import SlotKey
 from ddp_nanguard.report.types import Phase, Site
+from ddp_nanguard.tensors.devices import accelerator
 from ddp_nanguard.wrappers.ddp import hooks_left_out
 
 from .comparable import LeftOut, Slots, as_in_training, left_out_of, recorded_slots
@@ -484,7 +485,7 @@ def differences(dump: Dump, rank: int) -> list[str]:
         for name in dict.fromkeys((*then, *now))
         if then.get(name, _ABSENT) != now.get(name, _ABSENT)
     ]
-    device, here = dump.evidence(rank).device, device_of(_own_device())
+    device, here = dump.evidence(rank).device, device_of(accelerator() or torch.device("cpu"))
     if (device.type, device.name) != (here.type, here.name):
         found.append(f"device {device.name or device.type} then, {here.name or here.type} now")
     return found
@@ -504,8 +505,3 @@ def _facts(found: dict[str, str], its: Settings) -> dict[str, object]:
 
 
 _NAMED = {"backends": "torch.backends.", "environment": ""}
-
-
-def _own_device() -> torch.device:
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    return torch.device("cpu") if kind is None else torch.device(kind.type, torch.accelerator.current_device_index())

@@ -93,7 +93,7 @@ def _launched(dump: Dump, request: ReplayRequest) -> dict[str, str]:
         return {}
     per_node = int(recorded.get("LOCAL_WORLD_SIZE", recorded["WORLD_SIZE"]))
     local_rank = request.as_rank % per_node
-    if torch.cuda.is_available() and local_rank >= torch.cuda.device_count():
+    if torch.accelerator.is_available() and local_rank >= torch.accelerator.device_count():
         local_rank = 0  # the script puts itself on the GPU of this number
     own = {"RANK": request.as_rank, "LOCAL_RANK": local_rank, "GROUP_RANK": request.as_rank // per_node}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # read by scripts; nobody listens there
