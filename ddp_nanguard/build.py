@@ -87,6 +87,7 @@ def build_context(
     injection = spec_from_environment(args.wrapper, ranks) if args.config.enabled else None
     ranks.bound_waiting()
     if args.config.enabled:
+        ranks.meet()
         guarded.add(args.wrapper.root)
         if ranks.index == 0:
             _warn_of_small_eps(args.optimizers)
@@ -162,7 +163,7 @@ def _warn_of_small_eps(optimizers: list[torch.optim.Optimizer]) -> None:
         for index, group in enumerate(optimizer.param_groups):
             eps = group.get("eps")
             half = [p for p in group["params"] if p.dtype in (torch.float16, torch.bfloat16)]
-            if isinstance(eps, float) and half and float(torch.tensor(eps, dtype=half[0].dtype)) == 0.0:
+            if isinstance(eps, float) and half and float(torch.tensor(eps, dtype=half[0].dtype, device="cpu")) == 0.0:
                 _log.warning(
                     "optimizer %s, group %d: eps=%g is 0 in %s, so that a zero gradient makes NaN weights; raise eps",
                     type(optimizer).__name__,

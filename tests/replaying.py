@@ -73,7 +73,7 @@ def _together(rank: int, world_size: int, arguments: list[str]) -> Replayed:
 
 def torchrun_variables(rank: int, world_size: int) -> dict[str, str]:
     """What torchrun tells a process of the rank that it is to be, as far as a replay asks for it."""
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     return {"TORCHELASTIC_RUN_ID": "none", **{name: str(number) for name, number in numbers.items()}}
 
 

@@ -138,6 +138,7 @@ class ModelCalls:
         copies: whether arguments are copied instead of referred to (option ``copy_batch``).
         modules: of the model, whose modes are kept.
         generators: registered random generators by name.
+        others: accelerators whose random states are kept beside that of ``device``.
 
     Memory: arguments by reference (copies with ``copy_batch``), and at most `MAX_GRADIENT_BYTES` of gradients, until
     the window is closed.
@@ -150,8 +151,10 @@ class ModelCalls:
         copies: bool = False,
         modules: Sequence[nn.Module] = (),
         generators: rng.Generators | None = None,
+        others: tuple[torch.device, ...] = (),
     ) -> None:
         self._device = device
+        self._others = others
         self._copies = copies
         self._modules = modules
         # whose sparse gradient is the memory of the output's own, which DDP divides
@@ -209,7 +212,7 @@ class ModelCalls:
             kept_args,
             kept_kwargs,
             micro_batch,
-            rng.capture(self._device, self._generators) if random_state is None else random_state,
+            rng.capture(self._device, self._generators, self._others) if random_state is None else random_state,
             surroundings(self._modules),
             tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in self._types),
             is_step,
@@ -309,7 +312,7 @@ class ModelCalls:
 
     def empty_copy(self) -> ModelCalls:
         """The record of another window of the same model."""
-        return ModelCalls(self._device, self._weights, self._copies, self._modules, self._generators)
+        return ModelCalls(self._device, self._weights, self._copies, self._modules, self._generators, self._others)
 
     def _kept(self, tensor: Tensor) -> Tensor:
         if not self._copies or tensor.requires_grad:  # of a graph: the loop cannot change it in place unseen

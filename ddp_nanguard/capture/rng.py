@@ -13,13 +13,15 @@ import contextlib
 import ctypes
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from ddp_nanguard.tensors.devices import accelerator
 
 Generators = Mapping[str, Any]
 """Registered generators by name: `torch.Generator`, `numpy.random.Generator` or `random.Random`."""
@@ -35,6 +37,7 @@ class RandomState:
         torch: state of torch's CPU generator, uint8, on the CPU.
         device: state of the current accelerator's default generator, uint8, on the CPU; None without one.
         device_type: ``cuda``, ``xpu``, ...; None without an accelerator.
+        others: states of further accelerators' default generators, uint8, on the CPU, by device such as ``cuda:1``.
         generators: state of each registered generator: a uint8 CPU tensor, or plain numbers.
     """
 
@@ -43,26 +46,61 @@ class RandomState:
     torch: Tensor
     device: Tensor | None = None
     device_type: str | None = None
+    others: dict[str, Tensor] = field(default_factory=dict)
     generators: dict[str, Any] = field(default_factory=dict)
 
 
-def capture(device: torch.device | None = None, generators: Generators | None = None) -> RandomState:
+_NO_STREAM = (None, "cpu", "meta")
+
+
+def other_devices(device: torch.device, tensors: Iterable[Tensor]) -> tuple[torch.device, ...]:
+    """Accelerators other than the rank's device whose random streams a step may draw from.
+
+    Args:
+        device: of the rank.
+        tensors: the weights; a layer draws where its weights are.
+
+    Returns:
+        Those that hold a tensor, and the current one where this process has used it: it computes for weights that are
+        kept on the CPU.
+    """
+    found = dict.fromkeys(tensor.device for tensor in tensors if tensor.device.type not in _NO_STREAM)
+    current = _used_accelerator()
+    if current is not None:
+        found[current] = None
+    return tuple(each for each in found if each != device)
+
+
+def _used_accelerator() -> torch.device | None:
+    device = accelerator()
+    if device is None or not getattr(torch.get_device_module(device), "is_initialized", lambda: False)():
+        return None
+    return device
+
+
+def capture(
+    device: torch.device | None = None,
+    generators: Generators | None = None,
+    others: Iterable[torch.device] = (),
+) -> RandomState:
     """The random states of this rank as they are now.
 
     Args:
         device: the rank's device; None or a CPU: no accelerator stream is taken.
         generators: further generators by name.
+        others: further accelerators, see `other_devices`.
 
     Host sync: none beyond what torch itself needs to read a generator.
     """
     kind = None if device is None else device.type
-    accelerated = kind not in (None, "cpu", "meta")
+    accelerated = kind not in _NO_STREAM
     return RandomState(
         python=_python_state(),
         numpy=_numpy_state(),
         torch=torch.get_rng_state(),
         device=_device_state(device) if device is not None and accelerated else None,
         device_type=kind if accelerated else None,
+        others={str(other): _device_state(other) for other in others},
         generators={name: _generator_state(generator) for name, generator in (generators or {}).items()},
     )
 
@@ -138,6 +176,8 @@ def restore(state: RandomState, generators: Generators | None = None, device: to
     }
     if state.device is not None:
         streams[state.device_type or "device"] = lambda: _restore_device(state, device)
+    for name, saved in state.others.items():
+        streams[name] = lambda name=name, saved=saved: _restore_other(name, saved)  # type: ignore[misc]
     for name, saved in state.generators.items():
         # defaults bind the loop's variables now, not when the function runs
         streams[f"generator {name}"] = lambda name=name, saved=saved: _restore_generator(  # type: ignore[misc]
@@ -147,14 +187,19 @@ def restore(state: RandomState, generators: Generators | None = None, device: to
 
 
 @contextlib.contextmanager
-def kept(device: torch.device | None = None, generators: Generators | None = None) -> Iterator[None]:
+def kept(
+    device: torch.device | None = None,
+    generators: Generators | None = None,
+    others: Iterable[torch.device] = (),
+) -> Iterator[None]:
     """Put the random states back at the end of this context to what they were at its beginning.
 
     Args:
         device: of the rank; None or a CPU: no accelerator stream is kept.
         generators: further generators by name.
+        others: further accelerators.
     """
-    before = capture(device, generators)
+    before = capture(device, generators, others)
     try:
         yield
     finally:
@@ -181,9 +226,21 @@ def _restore_device(state: RandomState, device: torch.device | None) -> None:
         present = "no accelerator" if device is None else f"device {device}"
         raise ValueError(f"recorded on {state.device_type}, replayed on {present}")
     assert state.device is not None
+    _set_device_state(device, state.device)
+
+
+def _restore_other(name: str, saved: Tensor) -> None:
+    device = torch.device(name)
+    here = accelerator()
+    if here is None or here.type != device.type or (device.index or 0) >= torch.accelerator.device_count():
+        raise ValueError(f"recorded on {name}, which this machine does not have")
+    _set_device_state(device, saved)
+
+
+def _set_device_state(device: torch.device, saved: Tensor) -> None:
     module = torch.get_device_module(device)
     arguments = () if device.type == "mps" else (device,)
-    module.set_rng_state(_cpu_bytes(state.device), *arguments)
+    module.set_rng_state(_cpu_bytes(saved), *arguments)
 
 
 def _generator_state(generator: Any) -> Any:

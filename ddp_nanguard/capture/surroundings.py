@@ -15,8 +15,10 @@ SETTINGS = (
     "deterministic algorithms",
     "cudnn.deterministic",
     "cudnn.benchmark",
-    "cudnn.allow_tf32",
-    "matmul precision",
+    "cuda.matmul.fp32_precision",
+    "cudnn.conv.fp32_precision",
+    "cudnn.rnn.fp32_precision",
+    "mkldnn.matmul.fp32_precision",
     "default dtype",
     "number of threads",
 )
@@ -48,8 +50,11 @@ def surroundings(modules: Sequence[nn.Module]) -> Surroundings:
         torch.are_deterministic_algorithms_enabled(),
         backend._get_cudnn_deterministic(),
         backend._get_cudnn_benchmark(),
-        backend._get_cudnn_allow_tf32(),
-        backend._get_float32_matmul_precision(),
+        # never the settings from before these: they raise where both kinds were used
+        backend._get_fp32_precision_getter("cuda", "matmul"),
+        backend._get_fp32_precision_getter("cuda", "conv"),
+        backend._get_fp32_precision_getter("cuda", "rnn"),
+        backend._get_fp32_precision_getter("mkldnn", "matmul"),
         torch.get_default_dtype(),
         torch.get_num_threads(),
     )

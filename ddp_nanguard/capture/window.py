@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ddp_nanguard.errors import Undone
+from ddp_nanguard.errors import Undone, line_of
 from ddp_nanguard.tensors.containers import copy_containers, named_tensors_in, path_text
 from ddp_nanguard.tensors.minmax import kind_in
 from ddp_nanguard.tensors.written import write_back
@@ -19,6 +21,8 @@ from ddp_nanguard.tensors.written import write_back
 from . import rng
 from .model_calls import ModelCalls
 from .rng import RandomState
+
+_log = logging.getLogger(__name__)
 
 SMALL_BYTES = 2**20
 """Integer and boolean buffers up to this size (counters, usage tables) are copied too; larger ones are constants."""
@@ -49,7 +53,7 @@ class AccumulationWindow:
     """The micro-batches of the step now running, and the buffers from before it.
 
     Args:
-        device: of the model; its random state is kept too.
+        device: of the model; its random state is kept too, and those of `rng.other_devices`.
         copy_batch: whether batch tensors are copied instead of referred to.
         hold: where batches are held; ``host`` copies them to pinned memory without waiting.
         weights: the model's parameters.
@@ -59,6 +63,7 @@ class AccumulationWindow:
         micro_batches: those begun so far.
         reduced_micro_batches: indices of those after whose backward gradients were communicated.
         generators: registered random generators by name.
+        other_devices: see `rng.other_devices`.
         calls: calls of the model and backward passes through them.
 
     Memory: references to the batches (copies with ``copy_batch`` or where ``hold="host"`` moves them off the device),
@@ -74,8 +79,9 @@ class AccumulationWindow:
         modules: Sequence[nn.Module] = (),
     ) -> None:
         self._device = device
+        self.other_devices = rng.other_devices(device, weights)
         self.generators: dict[str, Any] = {}
-        self.calls = ModelCalls(device, weights, copy_batch, modules, self.generators)
+        self.calls = ModelCalls(device, weights, copy_batch, modules, self.generators, self.other_devices)
 
         # - Batches. Tensors kept by reference can be changed in place by the step, which would make the dump lie: their
         # versions tell
@@ -112,7 +118,9 @@ class AccumulationWindow:
         Host sync: none (``hold="host"`` copies without waiting).
         """
         kept = _kept(batch, self._keep_tensor)
-        micro_batch = MicroBatch(len(self.micro_batches), kept, rng.capture(self._device, self.generators))
+        micro_batch = MicroBatch(
+            len(self.micro_batches), kept, rng.capture(self._device, self.generators, self.other_devices)
+        )
         self.micro_batches.append(micro_batch)
         self._versions.append([(path, tensor, _version(tensor)) for path, tensor in named_tensors_in(kept)])
         return micro_batch
@@ -216,8 +224,21 @@ def _clone(tensor: Tensor) -> Tensor:
 def _to_host(tensor: Tensor) -> Tensor:
     if tensor.device.type == "cpu":
         return tensor
-    held = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    try:
+        held = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    except RuntimeError as error:  # sparse tensors, and devices without pinned memory
+        _say_once(f"option hold_batches='host': a {_kind_of(tensor)} tensor stays where it is: {line_of(error)}")
+        return tensor
     return held.copy_(tensor.detach(), non_blocking=True)
+
+
+def _kind_of(tensor: Tensor) -> str:
+    return f"{str(tensor.layout).removeprefix('torch.')} {tensor.device.type}"
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    _log.warning("%s", text)
 
 
 def _version(tensor: Tensor) -> int:

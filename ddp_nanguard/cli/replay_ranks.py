@@ -43,11 +43,11 @@ def replay_all_ranks(options: argparse.Namespace) -> int:
 
 def _replay_all(dump: Dump, rank: int, options: argparse.Namespace) -> int:
     device = device_for(options.device)
-    if device.type == "cuda":
-        # NCCL communicates on the current device.
-        torch.cuda.set_device(device)
+    if device.index is not None and device.type != "cpu":
+        # a device's own backend communicates on the current device
+        torch.accelerator.set_device_index(device.index)
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group(launcher.backend_for(device, options.device is not None))
     reason = why_not_replayable(dump, alone=False)
     session = Session(dump, rank, device, options.recipe, alone=False)
     if reason is not None:

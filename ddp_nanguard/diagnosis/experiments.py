@@ -102,7 +102,7 @@ def around_experiment(name: str) -> Callable[[Rebuilt, list[MicroBatch]], contex
 def fill_free_memory(device: torch.device) -> None:
     """Leave NaN in the memory that the allocator will hand out next, in blocks of 64 B to 8 MiB."""
     sizes = [1 << exponent for exponent in range(6, 24)]
-    held = [torch.full((size // 4,), torch.nan, device=device) for size in sizes for _ in range(4)]
+    held = [torch.full((size // 4,), torch.nan, dtype=torch.float32, device=device) for size in sizes for _ in range(4)]
     del held
 
 

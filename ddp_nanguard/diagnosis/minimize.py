@@ -158,7 +158,9 @@ def rows_of(value: Any, rows: list[int], size: int) -> Any:
         size: number of samples in the batch.
     """
     if isinstance(value, Tensor):
-        return value[torch.tensor(rows, device=value.device)] if value.dim() and value.shape[0] == size else value
+        if not value.dim() or value.shape[0] != size:
+            return value
+        return value[torch.tensor(rows, dtype=torch.int64, device=value.device)]
     if isinstance(value, np.ndarray):
         return value[rows] if value.ndim and value.shape[0] == size else value
     if isinstance(value, dict):

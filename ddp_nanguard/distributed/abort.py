@@ -9,11 +9,13 @@ they may take to hear of it, writes its own local part and ends. So all tell the
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -90,12 +92,11 @@ class AbortSignal:
 
     def wait(self, seconds: float) -> bool:
         """Whether a rank raises on its own within so many seconds."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if self.is_set():
-                return True
-            time.sleep(0.05)
-        return False
+        try:
+            self._store.wait([self._key], timedelta(seconds=seconds))
+        except RuntimeError:  # of the timeout, or the store is gone
+            return False
+        return True
 
     def meet(self, index: int, seen: str) -> dict[int, str]:
         """What each rank saw, by its position in the group; of this rank, and of the peers that answer soon enough.
@@ -109,25 +110,28 @@ class AbortSignal:
         found = {index: seen}
         try:
             self._store.set(keys[index], seen)
-            for peer in (peer for peer in range(self._num_ranks) if peer != index):
-                while not (is_there := self._store.check([keys[peer]])) and time.monotonic() < deadline:
-                    time.sleep(0.05)
-                if is_there:
-                    found[peer] = self._store.get(keys[peer]).decode(errors="replace")
         except RuntimeError as error:
             _log.warning("peers could not be asked: %s", error)
+            return found
+        for peer in (peer for peer in range(self._num_ranks) if peer != index):
+            left_s = max(deadline - time.monotonic(), 0.001)
+            with contextlib.suppress(RuntimeError):  # of the timeout
+                self._store.wait([keys[peer]], timedelta(seconds=left_s))
+                found[peer] = self._store.get(keys[peer]).decode(errors="replace")
         return found
 
     def wait_for_all(self) -> None:
-        """Wait until all ranks have written their part, at most ``timeout_s``: the first exit ends the others."""
-        deadline = time.monotonic() + self._timeout_s
+        """Wait until all ranks have written their part, at most ``timeout_s``: the first exit ends the others.
+
+        The last one sets a key that the store makes the others wait for: polled by all, a counter would be a load.
+        """
+        written, all_written = f"{self._key}/written", f"{self._key}/all-written"
         try:
-            written = self._store.add(f"{self._key}/written", 1)
-            while written < self._num_ranks and time.monotonic() < deadline:
-                time.sleep(0.05)
-                written = self._store.add(f"{self._key}/written", 0)
+            if self._store.add(written, 1) >= self._num_ranks:
+                self._store.set(all_written, "")
+            self._store.wait([all_written], timedelta(seconds=self._timeout_s))
         except RuntimeError as error:
-            _log.warning("peers could not be waited for: %s", error)
+            _log.warning("peers were not waited for any longer: %s", (str(error).splitlines() or [""])[0])
 
     def close(self) -> None:
         """Stop looking. Also happens when this object goes, and at exit."""

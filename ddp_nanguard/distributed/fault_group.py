@@ -42,10 +42,13 @@ class FaultGroup:
     Attributes:
         rank: position in the group.
         num_ranks: size of the group.
+        why_alone: why this rank writes its part of a dump alone, where ``group`` is None and there are peers.
 
     Raises:
         PeersLostError: any of its methods that communicates, see [Note: a lost peer].
     """
+
+    why_alone = "no collective was possible any more"
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -124,6 +127,16 @@ class FaultGroup:
         rows = torch.stack([_row((text or "").encode(), row_bytes) for text in texts])
         self.reduce_tensor(rows, dist.ReduceOp.SUM)
         return [_text_of(row) for row in rows]
+
+    def first_problem(self, problem: str | None) -> tuple[int, str] | None:
+        """The first rank of the group that has a problem, and its text; the same on every rank, None where none has.
+
+        Collective: one MIN all-reduce of 8 bytes, and one SUM all-reduce of 8 KiB if there is a problem.
+        """
+        index = self.smallest(self.rank if problem is not None else NO_KEY)
+        if index == NO_KEY:
+            return None
+        return index, self.sum_of_rows([problem if index == self.rank else None])[0]
 
     def earliest_texts(self, mine: list[tuple[int, str]], max_texts: int, row_bytes: int) -> list[str]:
         """The texts of the smallest keys over all ranks, each once, in order of their keys.

@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_nanguard.errors import OutOfStepError, line_of
+
+from .connect import CONSTRUCTION_TIMEOUT_S, fault_group_over, name_of
 from .fault_group import NO_KEY, FaultGroup, PeersLostError
 from .verdict import Ballot, Verdict
 
 _T = TypeVar("_T")
-_CONSTRUCTION_TIMEOUT_S = 1800.0  # ranks load their models at different speed
 
 
 class RankGroup:
@@ -31,11 +33,12 @@ class RankGroup:
 
     Attributes:
         members: global ranks, in the group's order.
-        fault_group: a gloo group over the same ranks, for everything but the verdict.
+        fault_group: the same ranks, for everything but the verdict: over gloo, or see [Note: no gloo group].
+        name: the same on all ranks of this guard and no other guard of the job.
         peers_lost: whether a collective on it has failed, see [Note: a lost peer].
         guard_number: how many guards these ranks had made before; the same on all of them.
 
-    Collective: construction creates a gloo group over ``group``; every rank of it must construct.
+    Collective: construction makes a gloo group over ``group``; every rank of it must construct.
     """
 
     def __init__(
@@ -53,10 +56,13 @@ class RankGroup:
         self.peers_lost = False
         self.guard_number = 0
         self.fault_group = FaultGroup(None)
+        self.name = "alone"
         if self.connected:
-            self.fault_group = FaultGroup(fault_group_of(tuple(self.members)))
-            self.guard_number = _guards_made[tuple(self.members)] = _guards_made.get(tuple(self.members), 0) + 1
-            self.bound_waiting(_CONSTRUCTION_TIMEOUT_S)
+            ranks = tuple(self.members)
+            self.guard_number = _guards_made[ranks] = _guards_made.get(ranks, 0) + 1
+            self.name = f"{name_of(ranks)}/{self.guard_number}"
+            self.fault_group = fault_group_over(ranks, self.guard_number)
+            self.bound_waiting(CONSTRUCTION_TIMEOUT_S)
 
     @property
     def index(self) -> int:
@@ -64,10 +70,9 @@ class RankGroup:
         return self.members.index(self.rank)
 
     @property
-    def name(self) -> str:
-        """The same on all ranks of this guard and no other guard of the job."""
-        group = self.fault_group.group
-        return f"{group.group_name}/{self.guard_number}" if group is not None else "alone"
+    def writes_alone(self) -> bool:
+        """Whether each rank writes its part of a dump without the others."""
+        return self.peers_lost or self.fault_group.group is None
 
     def bound_waiting(self, timeout_s: float | None = None) -> None:
         """From now on waiting for peers on the fault group ends after ``timeout_s``."""
@@ -103,6 +108,28 @@ class RankGroup:
             payload = payload.to(self.device)
             dist.all_reduce(payload, op=dist.ReduceOp.MAX, group=self.group)
         return Verdict(payload, ballot)
+
+    def meet(self) -> None:
+        """Issue one verdict when the guard is built, so that what it needs is made now and fails now.
+
+        A group over which nothing else communicates gets its communicator with its first collective: in the middle of a
+        step, that would be at the peak of the device's memory.
+
+        Raises:
+            RuntimeError: the group cannot reduce 16 bytes.
+            OutOfStepError: it met another collective of the job.
+
+        Collective: that of `all_reduce_verdict`. Host sync: one read.
+        """
+        try:
+            self.all_reduce_verdict(torch.zeros((), dtype=torch.int64, device=self.device), False).read()
+        except OutOfStepError:
+            raise
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the guard's ranks {self.members} cannot reduce 16 bytes on {self.device} ({line_of(error)}); "
+                "give the process group over which the model itself communicates as group="
+            ) from error
 
     # -- the fault path: answered for this rank alone where peers are lost ---------------------------------------------
 
@@ -158,7 +185,7 @@ class RankGroup:
 
         Collective: two SUM all-reduces of 8 KiB and one MIN all-reduce of 8 bytes at most, on the fault group.
         """
-        if self.fault_group.group is None:
+        if self.fault_group.num_ranks == 1:
             return
         mine = json.dumps(options, sort_keys=True)
         first = json.loads(self.text_of(self.index == 0, mine))
@@ -189,38 +216,35 @@ class RankGroup:
 
         Collective: one MIN all-reduce of 8 bytes, and one SUM all-reduce of 8 KiB if there is a problem.
         """
-        index = self.fault_group.smallest(self.index if problem is not None else NO_KEY)
-        if index == NO_KEY:
+        found = self.fault_group.first_problem(problem)
+        if found is None:
             return None
-        text = self.text_of(index == self.index, problem or "")
+        index, text = found
         return text if self.world_size == 1 else f"rank {self.members[index]}: {text}"
 
 
 _guards_made: dict[tuple[int, ...], int] = {}
-_groups: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
-
-
-def fault_group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """One gloo group per set of ranks and life of the default group.
-
-    A group that only its members create is named after its ranks: made a second time it would meet the first one's
-    addresses in the store.
-    """
-    world, group = _groups.get(ranks, (None, None))
-    if group is None or world is not dist.group.WORLD:
-        group = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
-        assert dist.group.WORLD is not None
-        _groups[ranks] = (dist.group.WORLD, group)
-    return group
 
 
 def _verdict_device(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
-    """A device that the group's backend can reduce: the model's where possible, else the CPU."""
-    backend = str(dist.get_backend(group))  # "gloo", or "cpu:gloo,cuda:nccl"
-    takes_cpu = any(name in backend for name in ("gloo", "mpi", "fake", "ucc"))
-    if device.type == "cpu" and not takes_cpu:
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu") if backend in ("gloo", "mpi") else device
+    """A device that the group's backend can reduce: the model's where possible, else the CPU, else the group's own."""
+    backends = _backends(group)
+    if device.type != "cpu" and backends.get(device.type, "gloo") not in _ON_THE_HOST:
+        return device
+    if "cpu" in backends or not backends:
+        return torch.device("cpu")
+    kind = next(iter(backends))
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+_ON_THE_HOST = ("gloo", "mpi")  # they would copy a tensor of another device to the host themselves
+
+
+def _backends(group: dist.ProcessGroup | None) -> dict[str, str]:
+    """Types of devices that the group serves, each with the name of its backend, as torch has set them up."""
+    # neither the name given to init_process_group, which need not be one, nor what a backend of that name could do
+    config = dist.distributed_c10d.get_backend_config(group)
+    return dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
 
 
 def _first_difference(first: dict[str, object], mine: dict[str, object]) -> str | None:

@@ -63,7 +63,8 @@ def _constants(device: torch.device, guard: int) -> tuple[list[Tensor], Tensor]:
     """The words of every step of a guard, and which of them the severity is added to."""
     tags = [_Tag(guard, step, closes) for step in range(_STEPS) for closes in (False, True)]
     words = [tag.words(ran_backward) for tag in tags for ran_backward in (False, True)]
-    return list(torch.tensor(words, device=device).unbind()), torch.tensor([_UNIT, 0], device=device)
+    first = torch.tensor([_UNIT, 0], dtype=torch.int64, device=device)
+    return list(torch.tensor(words, dtype=torch.int64, device=device).unbind()), first
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,10 @@ class Verdict:
             self._host, self._arrival = copy_for_later(self._payload)
         clean, _ = self._ballot.tag.words(False)
         return (self._payload[0] >= clean + _UNIT * severity).to(torch.float32)
+
+    def has_arrived(self) -> bool:
+        """Whether it can be read without a wait for the device."""
+        return self._arrival is None or bool(self._arrival.query())
 
     def read(self) -> tuple[Severity, bool]:
         """Severity, and whether any rank ran a backward. Host sync: one read.

@@ -256,7 +256,8 @@ class _Unpacker:
             return torch.empty(shape, dtype=dtype_of(node["dtype"]), device="meta")
         if layout in ("nested", "jagged"):
             parts = [self._dense(part) for part in node["parts"]]
-            return torch.nested.nested_tensor(parts, layout=torch.jagged if layout == "jagged" else torch.strided)
+            kind = torch.jagged if layout == "jagged" else torch.strided
+            return torch.nested.nested_tensor(parts, layout=kind, dtype=parts[0].dtype, device=parts[0].device)
         parts_by_name = {name: self._dense(part) for name, part in node["parts"].items()}
         if layout.startswith("quantized"):
             return _quantized(node, parts_by_name)
@@ -264,12 +265,13 @@ class _Unpacker:
         values = parts_by_name["values"]
         if layout == "coo":
             indices = parts_by_name["indices"]
-            return torch.sparse_coo_tensor(
-                indices, values, shape, is_coalesced=node["coalesced"], check_invariants=True
-            )
+            checked = {"is_coalesced": node["coalesced"], "check_invariants": True}
+            return torch.sparse_coo_tensor(indices, values, shape, device=values.device, **checked)
         compressed, plain = parts_by_name["compressed"], parts_by_name["plain"]
         kind = getattr(torch, layout)
-        return torch.sparse_compressed_tensor(compressed, plain, values, shape, layout=kind, check_invariants=True)
+        return torch.sparse_compressed_tensor(
+            compressed, plain, values, shape, layout=kind, device=values.device, check_invariants=True
+        )
 
     def _dense(self, node: dict[str, Any]) -> torch.Tensor:
         stored = restored(self._tensors[node["key"]], dtype_of(node["dtype"]))

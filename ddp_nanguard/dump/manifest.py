@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import importlib.metadata
 import platform
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
 import numpy as np
 import torch
 
+from ddp_nanguard.capture.backends import backend_settings, environment, matmul_precision
 from ddp_nanguard.errors import DumpError
 from ddp_nanguard.report.text import report_text
 from ddp_nanguard.report.types import FaultReport
@@ -36,7 +39,7 @@ from .format import (
     write_text,
 )
 from .json_files import MAX_CONTENT_BYTES, well_formed
-from .rank_records import InlineTensor, PlainState, RankFileList, UnpackedState
+from .rank_records import Device, InlineTensor, PlainState, RankFileList, UnpackedState
 from .records import Manifest, Run, Settings, Weights, read_record, read_versioned, record_of
 from .request import DumpRequest
 
@@ -159,7 +162,21 @@ def versions() -> dict[str, str]:
         own = "not installed"
     found = {"ddp_nanguard": own, "torch": str(torch.__version__), "numpy": np.__version__}
     found |= {"python": platform.python_version(), "platform": platform.platform()}
-    return {**found, "cuda": str(torch.version.cuda), "byteorder": sys.byteorder}
+    return {**found, "cuda": str(torch.version.cuda), **_device_versions(), "byteorder": sys.byteorder}
+
+
+def _device_versions() -> dict[str, str]:
+    """Of the libraries of an NVIDIA GPU; a missing one, or one that cannot be asked any more, is left out."""
+    questions: dict[str, Callable[[], Any]] = {
+        "cudnn": torch.backends.cudnn.version,
+        "nccl": lambda: ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]  # torch's own
+        "driver": lambda: Path("/proc/driver/nvidia/version").read_text().splitlines()[0],
+    }
+    found = {}
+    for name, ask in questions.items():
+        with contextlib.suppress(Exception):
+            found[name] = str(ask() or "")
+    return {name: version for name, version in found.items() if version}
 
 
 def settings() -> Settings:
@@ -167,17 +184,26 @@ def settings() -> Settings:
     return Settings(
         num_threads=torch.get_num_threads(),
         num_interop_threads=torch.get_num_interop_threads(),
-        float32_matmul_precision=_matmul_precision(),
+        float32_matmul_precision=matmul_precision(),
         deterministic_algorithms=torch.are_deterministic_algorithms_enabled(),
         deterministic_warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
         cudnn_deterministic=torch.backends.cudnn.deterministic,
         cudnn_benchmark=torch.backends.cudnn.benchmark,
         default_dtype=dtype_name(torch.get_default_dtype()),
+        backends=backend_settings(),
+        environment=environment(),
     )
 
 
-def _matmul_precision() -> Literal["highest", "high", "medium"]:
-    return cast(Literal["highest", "high", "medium"], torch.get_float32_matmul_precision())
+def device_of(device: torch.device) -> Device:
+    """Type, and of an accelerator its index, and name and uuid as far as it tells them."""
+    if device.type in ("cpu", "meta"):
+        return Device(device.type)
+    properties: Any = None
+    with contextlib.suppress(Exception):  # a device that has failed may answer nothing any more
+        properties = torch.get_device_module(device).get_device_properties(device)
+    name, uuid = getattr(properties, "name", None), getattr(properties, "uuid", None)
+    return Device(device.type, device.index, name and str(name), uuid and str(uuid))
 
 
 # -- state.json ------------------------------------------------------------------------------------------------------
@@ -209,5 +235,5 @@ def read_plain_state(dump: Path) -> dict[str, Any]:
 
 
 def _outline(stored: InlineTensor) -> torch.Tensor:
-    data = torch.tensor(list(base64.b64decode(stored.base64)), dtype=torch.uint8)
+    data = torch.tensor(list(base64.b64decode(stored.base64)), dtype=torch.uint8, device="cpu")
     return restored(data, dtype_of(stored.dtype)).reshape(stored.shape)

@@ -95,16 +95,24 @@ class Run:
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of torch that decide bits, as `torch.get_num_threads` and similar functions return them."""
+    """Settings of torch that decide bits, as `torch.get_num_threads` and similar functions return them.
+
+    Attributes:
+        float32_matmul_precision: None where torch has no answer, because it was set per backend.
+        backends: of `capture.backends.backend_settings`.
+        environment: of `capture.backends.ENVIRONMENT`, those that were set.
+    """
 
     num_threads: NumThreads
     num_interop_threads: NumThreads
-    float32_matmul_precision: Literal["highest", "high", "medium"]
+    float32_matmul_precision: Literal["highest", "high", "medium"] | None
     deterministic_algorithms: bool
     deterministic_warn_only: bool
     cudnn_deterministic: bool
     cudnn_benchmark: bool
     default_dtype: str
+    backends: dict[str, bool | Line]
+    environment: dict[str, Word]
 
 
 @dataclass(frozen=True)
@@ -144,7 +152,8 @@ class Manifest:
         wrapper_description: how the model was wrapped.
         options: of the guard.
         recipe: ``module:function`` of the user; None where none was given.
-        versions: of ``ddp_nanguard``, ``torch``, ``numpy``, ``python``, ``platform``, ``cuda``; and the ``byteorder``.
+        versions: of ``ddp_nanguard``, ``torch``, ``numpy``, ``python``, ``platform``, ``cuda``; of ``cudnn``, ``nccl``
+            and ``driver`` where there are; and the ``byteorder``.
         settings: of torch, on the rank that wrote the manifest.
         aliases: further names of tied tensors, each with the name under which it is stored.
         shapes: of all weights and optimizer tensors, by stored name, also of those of which this rank holds no part.

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ddp_nanguard.capture.window import MicroBatch
 from ddp_nanguard.config import GuardConfig
+from ddp_nanguard.distributed.fault_group import FaultGroup
 from ddp_nanguard.report.types import FaultReport
 from ddp_nanguard.tensors.shards import TensorShard
 
@@ -52,6 +53,7 @@ class DumpRequest:
         argv: command line of the run.
         recipe_directory: where the module of the recipe lies; None without a recipe.
         command, directory, launcher: what starts the script again, see `Run`.
+        why_alone: why there is no ``group`` though there are peers.
     """
 
     report: FaultReport
@@ -80,6 +82,7 @@ class DumpRequest:
     command: tuple[str, ...] = ()
     directory: str = ""
     launcher: dict[str, str] = field(default_factory=dict)
+    why_alone: str = FaultGroup.why_alone
 
 
 @dataclass

@@ -90,7 +90,7 @@ class StoredTensors:
             with well_formed(chunk.file):
                 part = self._open(chunk.file).get_tensor(chunk.key)
                 if tensor is None:
-                    tensor = torch.empty(shape, dtype=part.dtype)
+                    tensor = torch.empty(shape, dtype=part.dtype, device=part.device)
                 tensor[chunk.region] = part
             tell(part.nbytes)
         assert tensor is not None

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+from ddp_nanguard.tensors.accelerator import on_same_stream
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -21,7 +23,7 @@ def thread_map(act: Callable[[T], R], items: Iterable[T]) -> list[R]:
 
     Host sync: that of ``act``.
     """
-    todo = list(items)
+    todo, act = list(items), on_same_stream(act)
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="ddp-nanguard-files") as pool:
         futures = _submitted(pool, act, todo)
         try:

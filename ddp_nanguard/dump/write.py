@@ -50,7 +50,6 @@ ROW_BYTES = 16
 """A row of the table of replicas: 8 bytes that stand for name and place of a piece, 8 for its content."""
 MAX_NAMES = 8
 """Names of differing tensors that each rank tells its peers."""
-NO_PEER = "no collective was possible any more"
 NO_SPACE = "left out for lack of space"
 
 
@@ -65,7 +64,7 @@ def write_dump(request: DumpRequest) -> DumpResult:
     if request.config.dump_dir is None:
         return DumpResult(None)
     if request.group is None and request.world_size > 1:
-        return _Alone(request, NO_PEER).write()
+        return _Alone(request, request.why_alone).write()
     together = _Together(request, Path(request.config.dump_dir).absolute())
     try:
         return together.write()
@@ -205,7 +204,7 @@ class _Together:
         rows = self.problems.guard(
             "replicas not compared", lambda: thread_map(lambda i: _row(request, i), range(len(request.state)))
         )
-        table = torch.zeros((request.num_shards, most, ROW_BYTES), dtype=torch.uint8)
+        table = torch.zeros((request.num_shards, most, ROW_BYTES), dtype=torch.uint8, device="cpu")
         if rows and request.replica_index == 0:
             table[request.shard_index, : len(rows)] = torch.frombuffer(
                 bytearray(b"".join(rows)), dtype=torch.uint8
@@ -375,7 +374,7 @@ class _Alone:
     def _write_manifest(self, dump: Path) -> None:
         with place.locked(self.root):
             if not (dump / MANIFEST).exists():
-                who = "each rank" if self.why == NO_PEER else f"rank {self.request.rank}"
+                who = "each rank" if self.why == FaultGroup.why_alone else f"rank {self.request.rank}"
                 problems = [f"{who} wrote its own part: {self.why}", *self.problems.lines]
                 write_shared_files(self.request, dump, dump, Outcome(True, self.why, problems, []))
 

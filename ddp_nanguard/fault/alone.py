@@ -8,17 +8,20 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from ddp_nanguard.capture.record import StepRecord
-from ddp_nanguard.context import GuardContext
+from ddp_nanguard.context import GuardContext, Reach
 from ddp_nanguard.distributed.abort import AbortSignal
 from ddp_nanguard.distributed.exit import exit_process
 from ddp_nanguard.errors import OutOfStepError
 from ddp_nanguard.report.types import RAISED
+from ddp_nanguard.tensors.accelerator import answers, aside
 
 from .policy import FaultPolicy
 
+STUCK_AFTER_S = 0.5
+"""How long the stream of a rank is given that waits for a peer which has raised."""
 PEER_GRACE_S = 1.0
 """How long a rank whose own code raised, with finite values, waits for a peer that may have raised first."""
 
@@ -48,14 +51,20 @@ class SingleRankExit:
     def on_uncaught_exception(self, error: BaseException) -> int | None:
         """The job's own exception ends this process.
 
-        If this rank's slots are bad, or a peer raised before: write the local part, tell the peers, wait for theirs.
+        If this rank's slots are bad, its device has failed, or a peer raised before: write the local part, tell the
+        peers, wait for theirs.
 
         Returns:
             The exit code, None where the exception has nothing to do with a fault.
         """
+        with self._apart(self._context.config.timeout_s / 4):
+            return self._end_with(error)
+
+    def _end_with(self, error: BaseException) -> int | None:
         record = self._record()
         # the step before this one was bad, or a peer has raised: then this exception is a consequence
         is_told = not record.is_current or (self._abort is not None and self._abort.is_set())
+        is_told = is_told or not self._context.reach.answers
         if not is_told and not self._policy.has_findings(record, error) and not self._hears_of_peer():
             return None
         name = type(error).__name__
@@ -76,9 +85,29 @@ class SingleRankExit:
 
     def _on_abort(self, text: str) -> None:
         """A peer has raised, and this rank's main thread may wait for it for ever. Runs on the polling thread."""
-        if self._abort is not None and self._policy.dump_with_peer(self._record(), text, self._meet):
+        if self._abort is None:
+            return
+        with self._apart(STUCK_AFTER_S):
+            is_written = self._policy.dump_with_peer(self._record(), text, self._meet)
+        if is_written:
             self._abort.wait_for_all()
             exit_process(self._context.config.exit_code)
+
+    @contextlib.contextmanager
+    def _apart(self, within_s: float) -> Iterator[None]:
+        """Read the device without waiting for what the job has launched, which may wait for a peer for ever.
+
+        Args:
+            within_s: how long that is given to end all the same.
+        """
+        context = self._context
+        if not answers(context.device, context.config.timeout_s / 4):
+            context.reach = Reach(answers=False)
+            yield
+            return
+        context.reach = Reach(up_to=context.slots.finished_up_to(within_s))
+        with aside(context.device):
+            yield
 
     def _on_deadlock(self, places: str) -> None:
         """All ranks wait, in different collectives. Runs on the polling thread: no exception reaches the main one."""

@@ -21,9 +21,10 @@ from ddp_nanguard.capture.command import command, launcher_variables
 from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.capture.window import MicroBatch
 from ddp_nanguard.context import GuardContext
+from ddp_nanguard.distributed.fault_group import FaultGroup
 from ddp_nanguard.dump.history import FAULT, step_prefix
-from ddp_nanguard.dump.manifest import settings
-from ddp_nanguard.dump.rank_records import CompiledLayers, Device, InjectedFault, RankEvidence
+from ddp_nanguard.dump.manifest import device_of, settings
+from ddp_nanguard.dump.rank_records import CompiledLayers, InjectedFault, RankEvidence
 from ddp_nanguard.dump.records import TensorShape, WrapperDescription
 from ddp_nanguard.dump.request import DumpRequest, no_plain_state
 from ddp_nanguard.errors import line_of
@@ -63,6 +64,7 @@ def dump_request(context: GuardContext, record: StepRecord, findings: RankFindin
         rank=context.ranks.rank,
         world_size=context.ranks.world_size,
         group=None if context.ranks.peers_lost else context.ranks.fault_group.group,
+        why_alone=FaultGroup.why_alone if context.ranks.peers_lost else context.ranks.fault_group.why_alone,
         config=context.config,
         wrapper=WrapperDescription.from_dict(context.wrapper.describe()),
         state=state,
@@ -80,7 +82,7 @@ def dump_request(context: GuardContext, record: StepRecord, findings: RankFindin
         if context.config.redact
         else window,
         buffers={**dict(context.wrapper.named_buffers()), **record.window.buffers()} if answers else {},
-        history=history_of(context, findings.slot_stats),
+        history=history_of(context, findings.recorded),
         recipe=context.recipe,
         damaged={f"model.{name}" for name in findings.nonfinite_state.lasting()},
         run_id=run_id(),
@@ -218,12 +220,13 @@ def _plain_optimizer(context: GuardContext, optimizer: torch.optim.Optimizer) ->
 
 
 def _evidence(context: GuardContext, record: StepRecord, findings: RankFindings, report: FaultReport) -> RankEvidence:
+    attempt = context.undone.attempt
     return RankEvidence(
         rank=context.ranks.rank,
         step=report.step,
         settings=settings(),
-        host=socket.gethostname(),
-        device=device_of(context.ranks.device),
+        host=attempt("dump: the host has no name", socket.gethostname, ""),
+        device=device_of(context.device),
         sites=tuple(ranked.site for ranked in findings.sites[:MAX_SITES]),
         compiled_layers=CompiledLayers(**{name: tuple(of) for name, of in context.forward.compiled_layers().items()}),
         known_nonfinite=tuple(sorted(findings.known_nonfinite)),
@@ -249,14 +252,6 @@ def _single_numbers(record: StepRecord) -> dict[str, float]:
 def dtypes_of(context: GuardContext) -> dict[str, str]:
     """Dtype of each parameter."""
     return {name: dtype_name(parameter.dtype) for name, parameter in context.wrapper.named_parameters()}
-
-
-def device_of(device: torch.device) -> Device:
-    """Type, and of a GPU its index, name and uuid."""
-    if device.type != "cuda":
-        return Device(device.type)
-    properties = torch.cuda.get_device_properties(device)
-    return Device("cuda", device.index, properties.name, str(properties.uuid))
 
 
 def history_of(context: GuardContext, slots_now: list[SlotStats]) -> dict[str, np.ndarray[Any, Any]]:

@@ -67,7 +67,8 @@ class FaultPolicy:
 
     def on_clean(self) -> None:
         """See `VerdictHandler`."""
-        self.triage.on_clean()
+        with self._busy:  # for good where the other thread writes this rank's part: nothing may change under it
+            self.triage.on_clean()
 
     def on_verdict(self, severity: Severity, record: StepRecord) -> Decision:
         """See `VerdictHandler`. Nothing that goes wrong in here replaces the fault.
@@ -293,7 +294,7 @@ class FaultPolicy:
         report = self._with_undone(audited(context.ranks, told_why(context, record, looked, judgement.cause), findings))
         if report.second_look is not None:
             _say(logging.ERROR, looked_line(report))
-        self._amend(report, alone=context.ranks.peers_lost)
+        self._amend(report, alone=context.ranks.writes_alone)
         return replace(looked, report=report)
 
     def _amend(self, report: FaultReport, alone: bool) -> None:
@@ -341,7 +342,8 @@ class FaultPolicy:
 
         Args:
             record: of the step.
-            raised, meet: as in `report_without_collective`.
+            raised: as in `report_without_collective`.
+            meet: as there.
 
         Returns:
             None where another thread is handling a fault.
@@ -353,7 +355,8 @@ class FaultPolicy:
             findings = rescan(self.context, record)
             report = self.triage.noted(report_without_collective(self.context, record, findings, raised, meet))
             _say(logging.ERROR, log_line(report))
-            report = self._dumped(report, findings, record)
+            lacks = self.context.reach.lacks()
+            report = self._dumped(_with_notes(report, [lacks]) if lacks else report, findings, record)
             _say(logging.ERROR, self._text(report))
             return report
 

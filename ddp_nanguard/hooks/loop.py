@@ -368,7 +368,7 @@ def named_losses(losses: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
         elif isinstance(value, (int, float, np.number)):
             yield name, torch.tensor(float(value), dtype=torch.float64, device="cpu")
         elif isinstance(value, np.ndarray):
-            yield name, torch.as_tensor(value)
+            yield name, torch.as_tensor(value, device="cpu")
         elif value is not None:
             tensors = tensors_in(value)
             if not tensors and (isinstance(value, (str, bytes)) or not hasattr(value, "__len__")):

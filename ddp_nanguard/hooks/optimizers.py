@@ -2,8 +2,9 @@
 
 Libraries hand out objects around an optimizer: a proxy that is an Optimizer by class and keeps no hooks of its own
 (accelerate), a copy that shares the tables of hooks with the original (Lightning), a plain object or a container of
-several. Hooks belong on what is inside. An optimizer proper that steps by another one (SAM, Lookahead) keeps its place:
-there both are hooked, and the inner step counts where the outer one is not running.
+several, also one that is an Optimizer by class (torchtitan). Hooks belong on what is inside. An optimizer proper that
+steps by another one (SAM, Lookahead) keeps its place: there both are hooked, and the inner step counts where the outer
+one is not running.
 """
 
 from __future__ import annotations
@@ -38,8 +39,19 @@ def optimizers_in(given: object, depth: int = _DEPTH) -> list[Optimizer]:
     inside = [found for each in _kept(given) for found in _inside(each, depth)]
     if isinstance(given, Optimizer) and _HOOKS in vars(given):
         shared = [each for each in inside if vars(each)[_HOOKS] is vars(given)[_HOOKS]]
-        return _once(shared) or [given]
+        return _once(shared) or _iterated(given) or [given]
     return _once(inside) if _is_stepped(given) else []
+
+
+def _iterated(given: Optimizer) -> list[Optimizer]:
+    """Those that an optimizer by class iterates over: it holds them for several parts of a model (torchtitan).
+
+    It has no state of its own, which the guard would look at and dump; no optimizer proper can be iterated over.
+    """
+    found: list[object] = []
+    with contextlib.suppress(Exception):
+        found = list(given) if isinstance(given, Iterable) else []
+    return [each for each in found if isinstance(each, Optimizer)]
 
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:

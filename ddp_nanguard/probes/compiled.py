@@ -69,7 +69,8 @@ class CompiledSlots:
         self.layers = layers
         self._probes_gradients = probes_gradients
         # float64 for every dtype: the hook's minimum and maximum of bfloat16 or float32 fit without rounding
-        self._empty = torch.tensor([math.inf, -math.inf], dtype=torch.float64, device=device).repeat(len(layers), 4, 1)
+        empty = torch.tensor([math.inf, -math.inf], dtype=_widest(device), device=device)
+        self._empty = empty.repeat(len(layers), 4, 1)
         self._values = self._empty.clone()
         self._accumulators = [[_own_storage(accumulator) for accumulator in row] for row in self._values]
         self._index = {layer: index for index, layer in enumerate(layers)}
@@ -154,3 +155,11 @@ def _accumulate(accumulator: Tensor, value: Tensor) -> None:
     low, high = torch.aminmax(value.detach())
     both = torch.stack((torch.minimum(accumulator[0], low), torch.maximum(accumulator[1], high)))
     accumulator.data.copy_(both)  # checkpointing takes the accumulator for an input and compares its version
+
+
+def _widest(device: torch.device) -> torch.dtype:
+    """float64; where the device has none, as MPS, nothing on it is wider than float32."""
+    try:
+        return torch.zeros((), dtype=torch.float64, device=device).dtype  # some devices have none for computing
+    except (TypeError, RuntimeError):
+        return torch.float32

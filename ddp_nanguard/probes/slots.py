@@ -110,9 +110,12 @@ class SlotBuffer:
 
         For a rank whose stream may wait for a peer that never comes. Host sync: none; it looks for up to ``within_s``.
         """
-        if self._mark is None or self._mark.is_idle(within_s):
+        if self._device.type == "cpu":
             return None
-        return self._marked_order if self._mark.is_reached() else 0
+        mark = self._mark or StreamMark(self._device)
+        if mark.is_idle(within_s):
+            return None
+        return self._marked_order if mark.is_reached() else 0
 
     def is_capturing(self) -> bool:
         """Whether a graph is being captured: what is launched now would run again in every replay."""

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from ddp_nanguard.capture.window import MicroBatch
-from ddp_nanguard.dump.manifest import settings, versions
-from ddp_nanguard.dump.rank_records import Device
+from ddp_nanguard.dump.manifest import device_of, settings, versions
 from ddp_nanguard.dump.read import Dump
+from ddp_nanguard.dump.records import Settings
 from ddp_nanguard.report.audit import FOUND
 from ddp_nanguard.report.command_text import replay_all_text
 from ddp_nanguard.report.messages import what
 from ddp_nanguard.report.slot_key import SlotKey
 from ddp_nanguard.report.types import Phase, Site
+from ddp_nanguard.tensors.devices import accelerator
 from ddp_nanguard.wrappers.ddp import hooks_left_out
 
 from .comparable import LeftOut, Slots, as_in_training, left_out_of, recorded_slots
@@ -478,18 +479,31 @@ def _shown(loss: Tensor) -> str:
 
 def differences(dump: Dump, rank: int) -> list[str]:
     """What differs here from the record: versions, settings that decide bits, and the device; one text each."""
+    then, now = _facts(dump.manifest.versions, dump.manifest.settings), _facts(versions(), settings())
+    if None in (then["float32_matmul_precision"], now["float32_matmul_precision"]):
+        del then["float32_matmul_precision"], now["float32_matmul_precision"]  # set per backend, which is compared
     found = [
-        f"{name} {then} then, {now} now"
-        for name, now in versions().items()
-        if name in ("torch", "cuda", "platform") and (then := dump.manifest.versions.get(name)) != now
+        f"{name} {then.get(name, _ABSENT)} then, {now.get(name, _ABSENT)} now"
+        for name in dict.fromkeys((*then, *now))
+        if then.get(name, _ABSENT) != now.get(name, _ABSENT)
     ]
-    found += [
-        f"{name} {then} then, {now} now"
-        for name, now in vars(settings()).items()
-        if name not in ("num_interop_threads",) and (then := getattr(dump.manifest.settings, name)) != now
-    ]
-    device = dump.evidence(rank).device
-    here = Device("cuda", name=torch.cuda.get_device_name()) if torch.cuda.is_available() else Device("cpu")
+    device, here = dump.evidence(rank).device, device_of(accelerator() or torch.device("cpu"))
     if (device.type, device.name) != (here.type, here.name):
         found.append(f"device {device.name or device.type} then, {here.name or here.type} now")
     return found
+
+
+_ABSENT = "not set"
+_VERSIONS = ("torch", "cuda", "cudnn", "nccl", "driver", "platform")
+
+
+def _facts(found: dict[str, str], its: Settings) -> dict[str, object]:
+    """All that decides bits, by name."""
+    plain = {name: value for name, value in vars(its).items() if name not in ("num_interop_threads", *_NAMED)}
+    named = {
+        f"{prefix}{name}": value for field, prefix in _NAMED.items() for name, value in getattr(its, field).items()
+    }
+    return {**{name: found[name] for name in _VERSIONS if name in found}, **plain, **named}
+
+
+_NAMED = {"backends": "torch.backends.", "environment": ""}

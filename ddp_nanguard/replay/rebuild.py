@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
+from ddp_nanguard.capture.backends import matmul_precision, set_backend_settings
 from ddp_nanguard.dump.format import STATE_JSON
 from ddp_nanguard.dump.read import Dump
 from ddp_nanguard.errors import DumpError
@@ -48,10 +49,13 @@ class Rebuilt:
 
 
 def apply_settings(dump: Dump) -> None:
-    """Set thread count, matmul precision and deterministic flags of this process as recorded: they decide bits."""
+    """Set what decides bits in this process as recorded: threads, deterministic flags, precision and backends."""
     settings = dump.manifest.settings
     torch.set_num_threads(settings.num_threads)
-    torch.set_float32_matmul_precision(settings.float32_matmul_precision)
+    # once both kinds of precision were set, only the one per backend has an answer: then it is all there is
+    if settings.float32_matmul_precision not in (None, matmul_precision()):
+        torch.set_float32_matmul_precision(settings.float32_matmul_precision)
+    set_backend_settings(settings.backends)
     torch.use_deterministic_algorithms(settings.deterministic_algorithms, warn_only=settings.deterministic_warn_only)
     torch.backends.cudnn.deterministic = settings.cudnn_deterministic
     torch.backends.cudnn.benchmark = settings.cudnn_benchmark

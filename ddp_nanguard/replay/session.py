@@ -199,22 +199,18 @@ def named_recipe(dump: Dump, given: str | None) -> Recipe:
 
 
 def device_for(name: str | None) -> torch.device:
-    """The device asked for, else the GPU of the local rank, else the CPU.
+    """The device asked for, else the accelerator of the local rank, else the CPU.
 
     Raises:
         DumpError: this machine has no such device.
     """
-    if name is not None:
-        return _named_device(name)
-    if torch.cuda.is_available():
-        return torch.device("cuda", launcher.local_rank())
-    return torch.device("cpu")
+    return _named_device(name) if name is not None else launcher.own_device()
 
 
 def _named_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
-        if torch.empty(1, device=device).is_meta:
+        if torch.empty(1, dtype=torch.uint8, device=device).is_meta:
             raise DumpError(f"--device {name} computes nothing; give a device of this machine, such as cpu")
     except (RuntimeError, AssertionError) as error:
         raise DumpError(f"--device {name}: {str(error).splitlines()[0]}; give a device of this machine") from error

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ddp_nanguard.capture.backends import ENVIRONMENT
 from ddp_nanguard.dump.read import Dump
 from ddp_nanguard.errors import DumpError
 
@@ -78,6 +79,10 @@ def child_environment(dump: Dump, request: ReplayRequest) -> dict[str, str]:
         if name not in _OF_A_JOB and not name.startswith(("TORCHELASTIC_", "NANGUARD_"))
     }
     paths = [str(INTERCEPT), *filter(None, [environment.get("PYTHONPATH")])]
+    # libraries read these once, before a guard could set them
+    environment.update(
+        {name: value for name, value in dump.manifest.settings.environment.items() if name in ENVIRONMENT}
+    )
     return {**environment, **_launched(dump, request), **request.to_environment(), "PYTHONPATH": os.pathsep.join(paths)}
 
 
@@ -88,7 +93,7 @@ def _launched(dump: Dump, request: ReplayRequest) -> dict[str, str]:
         return {}
     per_node = int(recorded.get("LOCAL_WORLD_SIZE", recorded["WORLD_SIZE"]))
     local_rank = request.as_rank % per_node
-    if torch.cuda.is_available() and local_rank >= torch.cuda.device_count():
+    if torch.accelerator.is_available() and local_rank >= torch.accelerator.device_count():
         local_rank = 0  # the script puts itself on the GPU of this number
     own = {"RANK": request.as_rank, "LOCAL_RANK": local_rank, "GROUP_RANK": request.as_rank // per_node}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # read by scripts; nobody listens there

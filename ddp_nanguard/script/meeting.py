@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
@@ -19,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_nanguard.diagnosis.experiments import DTYPES
 from ddp_nanguard.dump.read import open_dump
+from ddp_nanguard.tensors.devices import accelerator
 
 from .ending import end_cannot
 from .request import ReplayRequest
@@ -32,7 +32,7 @@ def init_process_group(theirs: Theirs, backend: Any = None, *_: Any, **given: An
     request = ReplayRequest.from_environment()
     _leave_if_other(given.get("rank", -1), request.as_rank)
     if not hasattr(dist.Backend, NAME.upper()):
-        dist.Backend.register_backend(NAME, _make, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(NAME, _make, devices=sorted({"cpu", "cuda", _device_type()}))
     theirs(NAME, store=HashStore(), rank=request.as_rank, world_size=request.world_size)
     _call_it(backend)
 
@@ -137,7 +137,8 @@ def FullyShardedDataParallel(theirs: Theirs, wrapper: Any, module: Any, *args: A
 
 
 def _device_type() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    here = accelerator()
+    return "cpu" if here is None else here.type
 
 
 _meshes: dict[str, DeviceMesh] = {}

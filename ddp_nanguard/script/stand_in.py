@@ -200,7 +200,7 @@ class StandIn(_ProcessGroup):  # type: ignore[misc]  # see there
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """All are here."""
-        return _done([torch.zeros(1, device="cpu")])
+        return _done([torch.zeros(1, dtype=torch.uint8, device="cpu")])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """All are here."""

@@ -111,7 +111,7 @@ class StepAgain:
         watcher = Watcher(is_lenient=True) if traced else None  # its peers would wait for a rank that raises
         with contextlib.ExitStack() as stack:
             stack.enter_context(context.paused())
-            stack.enter_context(rng.kept(context.device, context.window.generators))
+            stack.enter_context(rng.kept(context.device, context.window.generators, context.window.other_devices))
             stack.enter_context(wrapper.aside(saved, self.keep_gradients))
             stack.enter_context(_as_in_training())
             if eager and self.is_compiled:

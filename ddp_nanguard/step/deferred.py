@@ -150,7 +150,8 @@ class DeferredVerdict:
 
     def _withheld_update(self, pending: _PendingStep) -> bool:
         try:
-            return pending.verdict.read()[0] >= self._blocks_from
+            # one that has not come by now waits for a peer
+            return pending.verdict.has_arrived() and pending.verdict.read()[0] >= self._blocks_from
         except RuntimeError:
             return False  # the device answers no more
 

@@ -7,9 +7,13 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -62,7 +66,7 @@ def on_device(number: Tensor, device: torch.device) -> Tensor:
     return number.to(device)
 
 
-# -- where the device may have stopped, or waits for a peer that is gone -------------------------------------------------
+# -- where the device may have stopped, or waits for a peer that is gone -----------------------------------------------
 
 
 @contextlib.contextmanager
@@ -76,12 +80,30 @@ def aside(device: torch.device) -> Iterator[None]:
         yield
         return
     before, current = torch.accelerator.current_stream(device), torch.accelerator.current_device_index()
-    torch.accelerator.set_stream(torch.Stream(device))
+    _own.stream = torch.Stream(device)
+    torch.accelerator.set_stream(_own.stream)
     try:
         yield
     finally:
+        _own.stream = None
         torch.accelerator.set_stream(before)
         torch.accelerator.set_device_index(current)
+
+
+_own = threading.local()
+
+
+def on_same_stream(act: Callable[[_T], _R]) -> Callable[[_T], _R]:
+    """What does ``act`` on the stream that `aside` has given the present thread, also in another thread."""
+    stream = getattr(_own, "stream", None)
+    if stream is None:
+        return act
+
+    def aside_too(item: _T) -> _R:
+        torch.accelerator.set_stream(stream)
+        return act(item)
+
+    return aside_too
 
 
 def answers(device: torch.device, within_s: float) -> bool:

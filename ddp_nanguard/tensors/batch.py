@@ -40,7 +40,7 @@ def _is_sequence(value: Any) -> bool:
 
 def batch_size(batch: Any) -> int | None:
     """The most common length of dim 0 among the batch's tensors and arrays, the first of equals; None without any."""
-    lengths = [tensor.shape[0] for _, tensor in named_tensors_in(batch) if tensor.dim() > 0]
+    lengths = [tensor.size(0) for _, tensor in named_tensors_in(batch) if tensor.dim() > 0]
     lengths += [array.shape[0] for array in batch_arrays(batch).values() if array.ndim]
     return Counter(lengths).most_common(1)[0][0] if lengths else None
 

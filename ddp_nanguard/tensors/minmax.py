@@ -8,7 +8,7 @@ temporary and without a host read. A norm or a sum does not: finite values overf
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch

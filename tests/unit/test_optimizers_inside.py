@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -104,6 +104,21 @@ class Chained:
             each.zero_grad()
 
 
+class PerPart(torch.optim.Optimizer):
+    """One per part of a model, and an Optimizer by class itself, with the parameters of all and no state."""
+
+    def __init__(self, parts: Iterable[nn.Module]) -> None:
+        self.optimizers = [torch.optim.AdamW(part.parameters(), lr=0.1) for part in parts]
+        super().__init__([p for each in self.optimizers for p in each.param_groups[0]["params"]], {})
+
+    def __iter__(self) -> Iterator[torch.optim.Optimizer]:
+        return iter(self.optimizers)
+
+    def step(self, closure: Any = None) -> Any:
+        for each in self.optimizers:
+            each.step()
+
+
 class TwoSteps(torch.optim.Optimizer):
     """Steps by another one, in a second pass, as sharpness-aware optimizers do; `step` makes both."""
 
@@ -148,6 +163,7 @@ WRAPPED: dict[str, Callable[[nn.Module], Any]] = {
     "plain object": lambda net: Plain(_sgd(net)),
     "proxy of a proxy": lambda net: Plain(Proxy(_sgd(net))),
     "several": lambda net: Chained(first=_sgd(net[0]), second=Plain(_sgd(net[1]))),
+    "one per part": lambda net: PerPart(net),
     "master weights": lambda net: Masters(net),
     "slots": lambda net: Slotted(_sgd(net)),
     "dict": lambda net: {"first": _sgd(net[0]), "second": Plain(_sgd(net[1]))},
@@ -183,6 +199,18 @@ def _by_hand(net: nn.Module) -> None:
     with torch.no_grad():
         for parameter in net.parameters():
             parameter -= 0.1 * parameter.grad
+
+
+def test_the_state_of_a_container_is_that_of_its_optimizers(caplog: pytest.LogCaptureFixture) -> None:
+    net = _net()
+    optimizer = PerPart(net)
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.optimizers[1].state[net[1].weight]["exp_avg"].fill_(NAN)
+
+    assert _trained(net, optimizer, step, state_every=1) == (2, 1)
+    assert "1.weight.exp_avg" in caplog.text
 
 
 def test_updates_by_hand_are_told_and_judged_at_the_end(caplog: pytest.LogCaptureFixture) -> None:

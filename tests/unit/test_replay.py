@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from ddp_nanguard import NanGuard, NonFiniteError, Recipe
 from ddp_nanguard.cli.main import main
 from ddp_nanguard.dump import open_dump
+from ddp_nanguard.replay import launcher
 from ddp_nanguard.replay.session import what_needs_optimizer
 from ddp_nanguard.report.types import Phase, Site
+from tests.replaying import under_torchrun
 
 WIDTH = 6
 FAULT_AT = 2
@@ -519,3 +521,26 @@ def test_a_batch_that_was_overwritten_is_another_batch(tmp_path: Path, capsys: p
     assert 'batch["in"]["x"] was overwritten after training had used it' in said.outcome["reason"]
     assert said.outcome["reason"].endswith("train with copy_batch=True to keep what training used")
     assert "hardware" not in said.text
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "num_processes", "is_named", "backend"),
+    [(4, 4, False, "nccl"), (1, 2, False, "gloo"), (4, 2, True, "gloo"), (4, 1, True, "nccl")],
+    ids=["one each", "two on one", "one named for both", "alone on a named one"],
+)
+def test_processes_that_share_a_device_communicate_over_gloo(
+    num_devices: int, num_processes: int, is_named: bool, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    under_torchrun(monkeypatch, 0, num_processes)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: num_devices)
+    assert launcher.backend_for(torch.device("cuda", 0), is_named) == backend
+    assert launcher.backend_for(torch.device("cpu"), False) == "gloo"
+
+
+def test_processes_share_the_devices_of_their_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking how many there are is what this machine cannot answer: it has no accelerator."""
+    under_torchrun(monkeypatch, 3, 4)
+    assert launcher.own_device() == torch.device("cpu")
+    monkeypatch.setattr(launcher, "accelerator", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    assert launcher.own_device() == torch.device("cuda", 1)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddp_nanguard.capture.rng import capture, restore
+from ddp_nanguard.capture.rng import capture, other_devices, restore
 
 
 def draws(generators=()):
@@ -144,3 +144,13 @@ def test_numpys_state_is_read_anew_whenever_it_has_changed() -> None:
             assert (kept["has_gauss"], kept["gauss"]) == (true["has_gauss"], true["gauss"])
             assert kept["state"]["pos"] == true["state"]["pos"]
             assert (kept["state"]["key"] == true["state"]["key"]).all()
+
+
+def test_state_of_a_further_accelerator_that_is_not_here_is_named() -> None:
+    state = dataclasses.replace(capture(), others={"cuda:7": torch.zeros(16, dtype=torch.uint8)})
+    assert restore(state) == ["cuda:7: recorded on cuda:7, which this machine does not have"]
+
+
+def test_a_step_on_the_cpu_draws_from_no_accelerator() -> None:
+    weights = [torch.zeros(1), torch.zeros(1, device="meta")]
+    assert other_devices(torch.device("cpu"), weights) == ()

@@ -119,7 +119,9 @@ def is_empty(event: Event, _: Tensor) -> str | None:
 def constant_row(event: Event, mask: Tensor) -> str | None:
     """A normalization without an eps over values that are all equal."""
     value, eps = operand(event, 0), argument(event, "eps")
-    if not isinstance(value, Tensor) or not isinstance(eps, float) or torch.tensor(eps).item() != 0:
+    if not isinstance(value, Tensor) or not isinstance(eps, float):
+        return None
+    if torch.tensor(eps, dtype=torch.float32, device="cpu").item() != 0:
         return None
     rows = _normalized_rows(event, value)
     if rows is None or mask.numel() != value.numel():

@@ -98,7 +98,7 @@ def at_hits(value: Any, mask: Tensor) -> Tensor | None:
         value: a tensor or a number; anything else gives None.
         mask: from `hits`, on the device of the output.
     """
-    tensor = torch.as_tensor(value, dtype=torch.float64) if isinstance(value, (int, float)) else value
+    tensor = torch.as_tensor(value, dtype=torch.float64, device="cpu") if isinstance(value, (int, float)) else value
     if not isinstance(tensor, Tensor):
         return None
     try:

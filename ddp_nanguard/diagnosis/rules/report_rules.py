@@ -277,7 +277,7 @@ def _eps_of(known: ReportFacts, name: str) -> tuple[float | None, str]:
 
 
 def _is_zero_in(value: float, dtype: str) -> bool:
-    return torch.tensor(value, dtype=dtype_named(dtype)).item() == 0.0
+    return torch.tensor(value, dtype=dtype_named(dtype), device="cpu").item() == 0.0
 
 
 # -- growth ------------------------------------------------------------------------------------------------------------

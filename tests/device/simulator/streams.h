@@ -68,6 +68,24 @@ inline void run_until(int device, int64_t stream, int64_t number) {
   queue.erase(queue.begin(), queue.begin() + done);
 }
 
+inline bool is_stuck(int device, int64_t stream) {
+  std::lock_guard<std::mutex> guard(stuck_mutex);
+  return stuck.count({device, stream}) != 0;
+}
+
+// Whether the work up to a number was done when asked; who asks again finds that the device has got on meanwhile.
+inline bool had_finished(int device, int64_t stream, int64_t number) {
+  bool finished;
+  {
+    std::lock_guard<std::recursive_mutex> guard(work_mutex);
+    auto& queue = pending[{device, stream}];
+    finished = queue.empty() || queue.front().number > number;
+  }
+  if (is_stuck(device, stream)) return finished && number != INT64_MAX;
+  if (!finished) run_until(device, stream, number);
+  return finished;
+}
+
 inline void run_stream(int device, int64_t stream) { run_until(device, stream, INT64_MAX); }
 
 inline void run_device(int device) {
@@ -129,8 +147,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryStream(const c10::Stream& given) const override {
     require_alive();
-    std::lock_guard<std::recursive_mutex> guard(work_mutex);
-    return pending[{given.device_index(), given.id()}].empty();
+    return had_finished(given.device_index(), given.id(), INT64_MAX);
   }
   void synchronizeStream(const c10::Stream& given) const override {
     require_no_capture("stream synchronize");
@@ -156,21 +173,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     auto* of = static_cast<Event*>(event);
     note("stream waits", on.device_index(), on.id());
     if (!of) return;
-    bool is_stuck;
-    {
-      std::lock_guard<std::mutex> guard(stuck_mutex);
-      is_stuck = stuck.count({of->device, of->stream}) != 0;
-      if (is_stuck) stuck.insert({on.device_index(), on.id()});  // the host goes on, the stream does not
-    }
-    if (!is_stuck) run_until(of->device, of->stream, of->number);
+    if (!is_stuck(of->device, of->stream)) return run_until(of->device, of->stream, of->number);
+    std::lock_guard<std::mutex> guard(stuck_mutex);
+    stuck.insert({on.device_index(), on.id()});  // the host goes on, the stream does not
   }
   bool queryEvent(void* event) const override {
     require_alive();
     auto* of = static_cast<Event*>(event);
-    if (!of) return true;
-    std::lock_guard<std::recursive_mutex> guard(work_mutex);
-    auto& queue = pending[{of->device, of->stream}];
-    return queue.empty() || queue.front().number > of->number;
+    return !of || had_finished(of->device, of->stream, of->number);
   }
   void synchronizeEvent(void* event) const override {
     require_no_capture("event synchronize");
