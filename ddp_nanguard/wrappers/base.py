@@ -269,6 +269,10 @@ class Wrapper(ABC):
         """
         return 0
 
+    def has_unreduced(self) -> bool:
+        """Whether gradients wait elsewhere than in ``.grad`` of the optimizer's parameters until they are reduced."""
+        return False
+
     def group_ranks(self) -> list[int] | None:
         """Global ranks that the wrapper communicates over; None where it communicates with none by itself."""
         return None

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.properties.loop_jobs import run_clean, run_shapes
-from tests.properties.loop_shapes import LoopFault, Said, Shape, clean_loops, expected, faulty_loops
+from tests.properties.loop_shapes import REFUSED, LoopFault, Said, Shape, clean_loops, expected, faulty_loops
 from tests.properties.test_origins import REPEATABLE
 from tests.ranks import run_ranks
 
@@ -51,12 +51,13 @@ def _assert_named(shapes: list[Shape]) -> None:
     first, second = run_ranks(run_shapes, timeout_s=120, shapes=shapes)
     for shape, mine, other in zip(shapes, first, second, strict=True):
         assert mine.get("text") == other.get("text"), shape
-        assert _said(shape, mine.get("report")) == expected(shape), (shape, mine.get("text"))
+        assert _said(shape, mine) == expected(shape), (shape, mine.get("text"))
 
 
-def _said(shape: Shape, report: dict[str, Any] | None) -> Said | None:
+def _said(shape: Shape, outcome: dict[str, Any]) -> Said | None:
+    report = outcome.get("report")
     if report is None:
-        return None
+        return REFUSED if outcome.get("is_refused") else None
     origin, wanted = report["origin"], expected(shape)
     assert origin is not None, shape
     if origin["phase"] == "loop" and origin["suspects"]:
