@@ -79,9 +79,9 @@ class FSDP2Wrapper(ShardedWrapper):
         """Whether any group over more than one rank reduces, see `FSDPModule.set_requires_gradient_sync`."""
         return any(group.reduce_grads and group.mesh_info.mesh.size() > 1 for group in self.groups())
 
-    def has_unreduced(self) -> bool:
-        """As `Wrapper.has_unreduced`: without gradient sync the gradients stay in the unsharded parameters."""
-        return any(_unreduced(param) for group in self.groups() for param in group.fsdp_params)
+    def unreduced(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `Wrapper.unreduced`: without gradient sync the gradients stay in the unsharded parameters."""
+        return ((name, gradient) for param, name in self.names.items() for gradient in _unreduced(param))
 
     def pending_gradient_bytes(self) -> int | None:
         """`PENDING_BYTES`: FSDP2 reduces a copy and frees the gradients, so those that are kept take memory."""
@@ -214,9 +214,10 @@ class FSDP2Watch(GradientWatch):
                 self.hook_leaf(name, unsharded)
 
 
-def _unreduced(param: FSDPParam) -> bool:
+def _unreduced(param: FSDPParam) -> list[torch.Tensor]:
     unsharded = getattr(param, "_unsharded_param", None)
-    return param.unsharded_accumulated_grad is not None or (unsharded is not None and unsharded.grad is not None)
+    found = (param.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad)
+    return [gradient for gradient in found if gradient is not None]
 
 
 def _drop_unreduced(param: FSDPParam) -> None:

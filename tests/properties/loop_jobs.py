@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import logging
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -451,11 +452,24 @@ def _average(parameter: nn.Parameter) -> None:
     gradient /= dist.get_world_size()
 
 
+def _guarded(shape: Shape, rank: int) -> dict[str, Any]:
+    """What came of it, and what was logged as an error."""
+    told: list[str] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("ddp_nanguard")
+    logger.addHandler(handler)
+    try:
+        return {**Train(shape, rank, guarded=True).run(), "told": told}
+    finally:
+        logger.removeHandler(handler)
+
+
 def run_shapes(rank: int, world_size: int, shapes: list[Shape]) -> list[dict[str, Any]]:
     """A body for ranks: what came of each shape, guarded."""
-    return [Train(shape, rank, guarded=True).run() for shape in shapes]
+    return [_guarded(shape, rank) for shape in shapes]
 
 
 def run_clean(rank: int, world_size: int, shapes: list[Shape]) -> list[tuple[Any, Any]]:
     """A body for ranks: what came of each shape, unguarded and guarded."""
-    return [(Train(shape, rank, guarded=False).run(), Train(shape, rank, guarded=True).run()) for shape in shapes]
+    return [(Train(shape, rank, guarded=False).run(), _guarded(shape, rank)) for shape in shapes]

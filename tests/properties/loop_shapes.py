@@ -17,10 +17,10 @@ SHARDED = ("fsdp1", "fsdp2")
 
 PLACES = ("input", "unused", "forward", "grad", "loss", "code", "weight", "moved", "buffer", "lr")
 """
-``input``: a number of the batch; ``unused``: of one that is drawn when another rank has none left; ``forward``, ``grad``: output and gradient of a block; ``loss``: code of the loss;
-``code``: a gradient changed between backward and step; ``weight``: a weight written before the step; ``moved``: a
-weight that ``optimizer.step`` itself makes bad; ``buffer``: a buffer written before the step; ``lr``: NaN from the
-schedule.
+``input``: a number of the batch; ``unused``: of one that is drawn when another rank has none left; ``forward``,
+``grad``: output and gradient of a block; ``loss``: code of the loss; ``code``: a gradient changed between backward and
+step; ``weight``: a weight written before the step; ``moved``: a weight that ``optimizer.step`` itself makes bad;
+``buffer``: a buffer written before the step; ``lr``: NaN from the schedule.
 """
 
 
@@ -197,7 +197,7 @@ def _is_spread(shape: Shape) -> bool:
 
 
 def _rank_after_clipping(shape: Shape, fault: LoopFault) -> int | None:
-    """The norm that FSDP clips by is that of all ranks, but for what it ignores: every gradient of every rank is bad."""
+    """The norm that FSDP clips by is that of all ranks, but for what it ignores: all gradients of all ranks are bad."""
     return None if shape.wrapper in SHARDED and shape.ignored != "bias" else fault.rank
 
 
@@ -252,7 +252,9 @@ def possible(shape: Shape) -> Shape:
         shape = replace(shape, sparse=False, tied=False)
         clip = "torch" if (shape.clip, shape.wrapper) == ("guard", "fsdp2") and shape.ignored != "none" else shape.clip
         shape = replace(shape, clip=clip)  # torch clips DTensors and others apart only
-        is_mixed = shape.wrapper == "fsdp2" and (shape.ignored == "bias" or (shape.ignored, shape.optimizers) == ("head", 1))
+        is_mixed = shape.wrapper == "fsdp2" and (
+            shape.ignored == "bias" or (shape.ignored, shape.optimizers) == ("head", 1)
+        )
         shape = replace(shape, scaler=shape.scaler and not is_mixed)  # and so does a scaler
     else:
         shape = replace(shape, ignored="none")
