@@ -229,28 +229,47 @@ def _explaining(blame_input: BlameInput) -> list[NonFiniteTensor]:
     kinds = WorstKinds(blame_input.slot_stats)
     outputs = _worst_outputs(blame_input)
     losses = _bad_losses(blame_input)
-    for micro_batch in dict.fromkeys(bad_tensor.micro_batch for bad_tensor in blame_input.batch):
-        items = [bad_tensor for bad_tensor in blame_input.batch if bad_tensor.micro_batch == micro_batch]
-        assert micro_batch is not None
-        inputs = _root_inputs(blame_input, micro_batch)
-        bad = [record for record in inputs if kinds.of(record) is not None]
+    inputs = _root_inputs(blame_input)
+    bad_items: dict[int, list[NonFiniteTensor]] = {}
+    for bad_tensor in blame_input.batch:
+        assert bad_tensor.micro_batch is not None
+        bad_items.setdefault(bad_tensor.micro_batch, []).append(bad_tensor)
+    for micro_batch, items in bad_items.items():
+        used_in = _used_in(micro_batch, {*inputs, *outputs}, set(bad_items))
+        bad = [record for m in used_in for record in inputs.get(m, []) if kinds.of(record) is not None]
         # where no input of the root was recorded, an output that is bad, or was not seen either, is explanation enough
-        is_unseen_input = not inputs and outputs.get(micro_batch, "unchecked") is not None
-        is_by_loss = micro_batch in losses and outputs.get(micro_batch) is None
+        is_unseen_input = any(m not in inputs and outputs.get(m, "unchecked") is not None for m in used_in)
+        is_by_loss = any(m in losses and outputs.get(m) is None for m in used_in)
         if bad:
-            found += _matching(items, bad) or items
+            found += _matching(items, bad) or (items if micro_batch in used_in else [])
         elif is_unseen_input or is_by_loss:
             found += items
     return found
 
 
-def _root_inputs(blame_input: BlameInput, micro_batch: int) -> list[TensorRecord]:
-    found: list[TensorRecord] = []
+def _used_in(micro_batch: int, seen: set[int], with_bad_items: set[int]) -> list[int]:
+    """The micro-batches whose calls of the model may have used what this one holds.
+
+    Its own; but where others had calls and this one has none, it was drawn ahead of them, or for nothing: as the first
+    of several that the loop draws at once, or when another rank had none left.
+
+    Args:
+        micro_batch: that holds something bad.
+        seen: those with calls of the root.
+        with_bad_items: those that hold something bad, which explains their own calls.
+    """
+    if micro_batch in seen or not seen:
+        return [micro_batch]
+    return [other for other in sorted(seen - with_bad_items) if other > micro_batch]
+
+
+def _root_inputs(blame_input: BlameInput) -> dict[int, list[TensorRecord]]:
+    """Those that were recorded, by micro-batch."""
+    found: dict[int, list[TensorRecord]] = {}
     for stats in blame_input.slot_stats:
         source = stats.source
-        is_root_input = isinstance(source, TensorRecord) and source.slot == "input" and source.call.parent is None
-        if is_root_input and source.call.micro_batch == micro_batch:
-            found.append(source)
+        if isinstance(source, TensorRecord) and source.slot == "input" and source.call.parent is None:
+            found.setdefault(source.call.micro_batch, []).append(source)
     return found
 
 
