@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from ddp_nanguard.probes.backward import GradientHook
 from ddp_nanguard.probes.calls import ModuleCall, TensorRecord
+from ddp_nanguard.probes.gradient import GradientSource
 from ddp_nanguard.probes.slots import SlotRole, SlotStats, is_clean
 from ddp_nanguard.probes.sources import KnownNonFinite, LossSource
 from ddp_nanguard.report.types import Evidence, InlineCode, Phase, Site
@@ -234,11 +235,13 @@ def _explaining(blame_input: BlameInput) -> list[NonFiniteTensor]:
     for bad_tensor in blame_input.batch:
         assert bad_tensor.micro_batch is not None
         bad_items.setdefault(bad_tensor.micro_batch, []).append(bad_tensor)
+    seen = {*inputs, *outputs}
     for micro_batch, items in bad_items.items():
-        used_in = _used_in(micro_batch, {*inputs, *outputs}, set(bad_items))
+        used_in = _used_in(micro_batch, seen, set(bad_items))
         bad = [record for m in used_in for record in inputs.get(m, []) if kinds.of(record) is not None]
         # where no input of the root was recorded, an output that is bad, or was not seen either, is explanation enough
         is_unseen_input = any(m not in inputs and outputs.get(m, "unchecked") is not None for m in used_in)
+        is_unseen_input = is_unseen_input and not (seen.isdisjoint(used_in) and _was_harmless(blame_input, micro_batch))
         is_by_loss = any(m in losses and outputs.get(m) is None for m in used_in)
         if bad:
             found += _matching(items, bad) or (items if micro_batch in used_in else [])
@@ -261,6 +264,14 @@ def _used_in(micro_batch: int, seen: set[int], with_bad_items: set[int]) -> list
     if micro_batch in seen or not seen:
         return [micro_batch]
     return [other for other in sorted(seen - with_bad_items) if other > micro_batch]
+
+
+def _was_harmless(blame_input: BlameInput, micro_batch: int) -> bool:
+    """Whether this rank's own backward with it, or after it, was finite, as were its losses and buffers."""
+    sources = [(stats, stats.source) for stats in blame_input.slot_stats if isinstance(stats.source, GradientSource)]
+    own = [(stats, source.micro_batch) for stats, source in sources if not (source.reduced or source.at_update)]
+    after = [is_clean(stats) for stats, index in own if index is None or index >= micro_batch]
+    return bool(after) and all(after) and not _bad_losses(blame_input) and not blame_input.nonfinite_state.buffers
 
 
 def _root_inputs(blame_input: BlameInput) -> dict[int, list[TensorRecord]]:
