@@ -242,7 +242,7 @@ def _explaining(blame_input: BlameInput) -> list[NonFiniteTensor]:
         # where no input of the root was recorded, an output that is bad, or was not seen either, is explanation enough
         is_unseen_input = any(m not in inputs and outputs.get(m, "unchecked") is not None for m in used_in)
         is_unseen_input = is_unseen_input and not (seen.isdisjoint(used_in) and _was_harmless(blame_input, micro_batch))
-        is_by_loss = any(m in losses and outputs.get(m) is None for m in used_in)
+        is_by_loss = micro_batch in losses and outputs.get(micro_batch) is None
         if bad:
             found += _matching(items, bad) or (items if micro_batch in used_in else [])
         elif is_unseen_input or is_by_loss:
