@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from ddp_nanguard.probes.backward import GradientHook
 from ddp_nanguard.probes.calls import ModuleCall, TensorRecord
+from ddp_nanguard.probes.gradient import GradientSource
 from ddp_nanguard.probes.slot_roles import SlotRole
 from ddp_nanguard.probes.slots import SlotStats, is_clean
 from ddp_nanguard.probes.sources import KnownNonFinite, LossSource
@@ -230,28 +231,57 @@ def _explaining(blame_input: BlameInput) -> list[NonFiniteTensor]:
     kinds = WorstKinds(blame_input.slot_stats)
     outputs = _worst_outputs(blame_input)
     losses = _bad_losses(blame_input)
-    for micro_batch in dict.fromkeys(bad_tensor.micro_batch for bad_tensor in blame_input.batch):
-        items = [bad_tensor for bad_tensor in blame_input.batch if bad_tensor.micro_batch == micro_batch]
-        assert micro_batch is not None
-        inputs = _root_inputs(blame_input, micro_batch)
-        bad = [record for record in inputs if kinds.of(record) is not None]
+    inputs = _root_inputs(blame_input)
+    bad_items: dict[int, list[NonFiniteTensor]] = {}
+    for bad_tensor in blame_input.batch:
+        assert bad_tensor.micro_batch is not None
+        bad_items.setdefault(bad_tensor.micro_batch, []).append(bad_tensor)
+    seen = {*inputs, *outputs}
+    for micro_batch, items in bad_items.items():
+        used_in = _used_in(micro_batch, seen, set(bad_items))
+        bad = [record for m in used_in for record in inputs.get(m, []) if kinds.of(record) is not None]
         # where no input of the root was recorded, an output that is bad, or was not seen either, is explanation enough
-        is_unseen_input = not inputs and outputs.get(micro_batch, "unchecked") is not None
+        is_unseen_input = any(m not in inputs and outputs.get(m, "unchecked") is not None for m in used_in)
+        is_unseen_input = is_unseen_input and not (seen.isdisjoint(used_in) and _was_harmless(blame_input, micro_batch))
         is_by_loss = micro_batch in losses and outputs.get(micro_batch) is None
         if bad:
-            found += _matching(items, bad) or items
+            found += _matching(items, bad) or (items if micro_batch in used_in else [])
         elif is_unseen_input or is_by_loss:
             found += items
     return found
 
 
-def _root_inputs(blame_input: BlameInput, micro_batch: int) -> list[TensorRecord]:
-    found: list[TensorRecord] = []
+def _used_in(micro_batch: int, seen: set[int], with_bad_items: set[int]) -> list[int]:
+    """The micro-batches whose calls of the model may have used what this one holds.
+
+    Its own; but where others had calls and this one has none, it was drawn ahead of them, or for nothing: as the first
+    of several that the loop draws at once, or when another rank had none left.
+
+    Args:
+        micro_batch: that holds something bad.
+        seen: those with calls of the root.
+        with_bad_items: those that hold something bad, which explains their own calls.
+    """
+    if micro_batch in seen or not seen:
+        return [micro_batch]
+    return [other for other in sorted(seen - with_bad_items) if other > micro_batch]
+
+
+def _was_harmless(blame_input: BlameInput, micro_batch: int) -> bool:
+    """Whether this rank's own backward with it, or after it, was finite, as were its losses and buffers."""
+    sources = [(stats, stats.source) for stats in blame_input.slot_stats if isinstance(stats.source, GradientSource)]
+    own = [(stats, source.micro_batch) for stats, source in sources if not (source.reduced or source.at_update)]
+    after = [is_clean(stats) for stats, index in own if index is None or index >= micro_batch]
+    return bool(after) and all(after) and not _bad_losses(blame_input) and not blame_input.nonfinite_state.buffers
+
+
+def _root_inputs(blame_input: BlameInput) -> dict[int, list[TensorRecord]]:
+    """Those that were recorded, by micro-batch."""
+    found: dict[int, list[TensorRecord]] = {}
     for stats in blame_input.slot_stats:
         source = stats.source
-        is_root_input = isinstance(source, TensorRecord) and source.slot == "input" and source.call.parent is None
-        if is_root_input and source.call.micro_batch == micro_batch:
-            found.append(source)
+        if isinstance(source, TensorRecord) and source.slot == "input" and source.call.parent is None:
+            found.setdefault(source.call.micro_batch, []).append(source)
     return found
 
 

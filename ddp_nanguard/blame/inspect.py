@@ -194,6 +194,7 @@ def _gradients(context: GuardContext, record: StepRecord) -> Iterator[tuple[str,
     for name, parameter in context.wrapper.named_parameters():
         if parameter.grad is not None and not context.is_ignored(name):
             yield name, context.wrapper.local(parameter.grad)
+    yield from ((name, waiting) for name, waiting in context.wrapper.unreduced() if not context.is_ignored(name))
 
 
 def _reduced_findings(context: GuardContext, record: StepRecord, slot_stats: list[SlotStats]) -> list[NonFiniteTensor]:

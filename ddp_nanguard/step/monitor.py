@@ -250,12 +250,12 @@ class StepMonitor:
         return goes_on
 
     def judge_open(self) -> bool:
-        """The verdict on what is open, for the end of training; none before the first step, or after a stop.
+        """The verdict on what is open, for the end of training; none after a stop.
 
-        After a verdict there is always another one: whether a window is open differs between ranks.
+        There is one also where nothing is open on this rank: ranks may have different numbers of batches, down to none.
         """
         last = self._last
-        is_open = self.has_open_window() if last is None else last.error is None or self.has_unjudged_update
+        is_open = last is None or last.error is None or self.has_unjudged_update
         can_ask = is_open and not self._context.ranks.peers_lost
         return self._give_verdict(is_step=False, closes=True) if can_ask else True
 

@@ -50,6 +50,6 @@ class UnjudgedUpdates:
 
 
 def _are_gone(context: GuardContext) -> bool:
-    """Whether no parameter that is trained has a gradient any more."""
+    """Whether no parameter that is trained has a gradient any more, nor one that waits to be reduced."""
     trained = (p for optimizer in context.optimizers for group in optimizer.param_groups for p in group["params"])
-    return all(parameter.grad is None for parameter in trained)
+    return all(parameter.grad is None for parameter in trained) and next(context.wrapper.unreduced(), None) is None

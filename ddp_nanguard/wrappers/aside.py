@@ -191,7 +191,7 @@ def gradients_aside(parameters: list[nn.Parameter], keep: bool) -> Iterator[None
     finally:
         _drop_gradients(parameters)
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
+            _put_back(parameter, gradient)
         for table, before in hooks:
             table.update(before)
 
@@ -199,6 +199,17 @@ def gradients_aside(parameters: list[nn.Parameter], keep: bool) -> Iterator[None
 def _drop_gradients(parameters: list[nn.Parameter]) -> None:
     for parameter in parameters:
         parameter.grad = None
+
+
+def _put_back(parameter: nn.Parameter, gradient: Tensor | None) -> None:
+    """Also one that FSDP1 has not reduced: it is larger than what this rank has of the parameter."""
+    if gradient is None or gradient.shape == parameter.shape:
+        parameter.grad = gradient
+        return
+    shard = parameter.data
+    parameter.data = gradient.detach()  # torch compares the shapes
+    parameter.grad = gradient
+    parameter.data = shard
 
 
 def has_hooks_of_the_job(parameter: nn.Parameter) -> bool:

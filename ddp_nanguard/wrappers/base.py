@@ -279,6 +279,10 @@ class Wrapper(ABC):
         """
         return 0
 
+    def unreduced(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Gradients that wait elsewhere than in ``.grad`` of the optimizer's parameters until they are reduced."""
+        yield from ()
+
     def group_ranks(self) -> list[int] | None:
         """Global ranks that the wrapper communicates over; None where it communicates with none by itself."""
         return None

@@ -71,7 +71,7 @@ class DDPWrapper(Wrapper):
         return dist.get_process_group_ranks(self._ddp.process_group)
 
     def refuse_join(self) -> None:
-        """Refuse a forward inside ``with model.join():``.
+        """Refuse a forward inside ``with model.join():`` or ``with Join([model]):``, and after it: DDP stays joined.
 
         Raises:
             ValueError: DDP's ``join`` is active.
@@ -79,7 +79,7 @@ class DDPWrapper(Wrapper):
         if self._ddp._join_config.enable:
             raise ValueError(
                 "model.join() shadows DDP's communication only: a rank that ran out of data would miss the verdict "
-                "of the others; give every rank the same number of batches, or set enabled=False"
+                "of the others; let all ranks leave the loop after the same number of batches, or set enabled=False"
             )
 
     def overwrites_buffers(self) -> bool:

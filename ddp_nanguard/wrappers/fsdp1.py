@@ -166,10 +166,10 @@ class FSDP1Wrapper(ShardedWrapper):
     @contextlib.contextmanager
     def aside(self, saved: Mapping[str, torch.Tensor], keep_gradients: bool) -> Iterator[None]:
         """As `Wrapper.aside`, on the live parameters, whose gradients are put aside."""
-        parameters = [parameter for _, parameter in self.named_parameters()]
+        parameters = dict.fromkeys([parameter for _, parameter in self.named_parameters()] + self._flat_parameters())
         with (
             attributes_kept(self.model, self._by_module),
-            gradients_aside(parameters, keep_gradients),
+            gradients_aside(list(parameters), keep_gradients),
             buffers_put_back(self.named_buffers, saved),
         ):
             yield
@@ -195,6 +195,10 @@ class FSDP1Wrapper(ShardedWrapper):
                 if kept.setdefault(original, name) != name:
                     aliases[name] = kept[original]
         return {name: original for original, name in kept.items()}, aliases
+
+    def _flat_parameters(self) -> list[nn.Parameter]:
+        """Each holds what has not been reduced, of which the gradients of the optimizer's parameters are views."""
+        return [unit._handle.flat_param for unit in self.units if unit._handle is not None]
 
     def _is_ignored(self, name: str, parameter: torch.Tensor) -> bool:
         return name not in self._originals and not hasattr(parameter, "_is_flat_param")

@@ -87,6 +87,10 @@ class FSDP2Wrapper(ShardedWrapper):
         """FSDP2's own: parameters that are offloaded lie on the CPU between two uses."""
         return next((group.device for group in self.groups()), super().compute_device())
 
+    def unreduced(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `Wrapper.unreduced`: without gradient sync the gradients stay in the unsharded parameters."""
+        return ((name, gradient) for param, name in self.names.items() for gradient in _unreduced(param))
+
     def pending_gradient_bytes(self) -> int | None:
         """`PENDING_BYTES`: FSDP2 reduces a copy and frees the gradients, so those that are kept take memory."""
         return PENDING_BYTES
@@ -98,11 +102,9 @@ class FSDP2Wrapper(ShardedWrapper):
         return [(name, tensor) for name, tensor in found if tensor is not None]
 
     def why_not_again(self) -> str | None:
-        """A unit that is not at rest, or still holds gradients of its own, cannot take another step."""
+        """A unit that is not at rest cannot take another step."""
         if any(group._training_state is not TrainingState.IDLE for group in self.groups()):
             return "a forward or backward of fully_shard has not ended"
-        if any(_unreduced(param) for group in self.groups() for param in group.fsdp_params):
-            return "gradients wait to be reduced: the window is open"
         return None
 
     @contextlib.contextmanager
@@ -113,6 +115,7 @@ class FSDP2Wrapper(ShardedWrapper):
         with (
             attributes_kept(self.model, self._by_module),
             gradients_aside(parameters, keep_gradients),
+            _unreduced_aside(list(self.names), keep_gradients),
             buffers_put_back(self.named_buffers, saved),
         ):
             try:
@@ -126,9 +129,7 @@ class FSDP2Wrapper(ShardedWrapper):
         """No unit keeps gathered weights, which the next update would make stale, nor unsharded gradients."""
         for group in self.groups():
             for param in group.fsdp_params:
-                param.unsharded_accumulated_grad = None
-                if hasattr(param, "_unsharded_param"):
-                    param._unsharded_param.grad = None
+                _drop_unreduced(param)
             group.reshard()
 
     @contextlib.contextmanager
@@ -221,9 +222,31 @@ class FSDP2Watch(GradientWatch):
                 self.hook_leaf(name, unsharded)
 
 
-def _unreduced(param: FSDPParam) -> bool:
+def _unreduced(param: FSDPParam) -> list[torch.Tensor]:
     unsharded = getattr(param, "_unsharded_param", None)
-    return param.unsharded_accumulated_grad is not None or (unsharded is not None and unsharded.grad is not None)
+    found = (param.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad)
+    return [gradient for gradient in found if gradient is not None]
+
+
+def _drop_unreduced(param: FSDPParam) -> None:
+    param.unsharded_accumulated_grad = None
+    if hasattr(param, "_unsharded_param"):
+        param._unsharded_param.grad = None
+
+
+@contextlib.contextmanager
+def _unreduced_aside(params: list[FSDPParam], keep: bool) -> Iterator[None]:
+    """Within, no gradient waits to be reduced; afterwards those do again that did before, if they are kept."""
+    waiting = [param for param in params if _unreduced(param)]
+    gradients = [(param.unsharded_accumulated_grad, param._unsharded_param.grad) for param in waiting]
+    for param in waiting:
+        _drop_unreduced(param)
+    try:
+        yield
+    finally:
+        for param, (accumulated, unsharded) in zip(waiting, gradients, strict=True):
+            if keep:
+                param.unsharded_accumulated_grad, param._unsharded_param.grad = accumulated, unsharded
 
 
 def _is_at(parameter: torch.Tensor, tensor: torch.Tensor) -> bool:

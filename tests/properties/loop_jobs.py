@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
+import logging
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,11 +14,23 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.algorithms.join import Join
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_nanguard import NanGuard, NonFiniteError
-from tests.properties.loop_shapes import BLOCKS, STEPS, LoopFault, Shape
+from tests.properties.loop_shapes import (
+    BLOCKS,
+    SHARDED,
+    STEPS,
+    LoopFault,
+    Shape,
+    drops_rest,
+    num_batches,
+    num_trained,
+    victim,
+)
 from tests.training import digests
 
 WIDTH, ROWS, WORDS = 6, 4, 8
@@ -90,13 +105,15 @@ def _codes(shape: Shape, rank: int, step: int, micro_batch: int, call: int) -> T
 
 def _batches(shape: Shape, rank: int) -> Iterator[dict[str, Any]]:
     generator = torch.Generator().manual_seed(rank + 1)
-    for item in range(STEPS * shape.accumulation):
+    for item in range(num_batches(shape, rank)):
         step, micro_batch = divmod(item, shape.accumulation)
         values = torch.randn(ROWS, WIDTH, generator=generator)
         fault = shape.fault
         at = (rank, step, micro_batch)
-        if fault is not None and fault.place == "input" and (fault.rank, fault.step, fault.micro_batch) == at:
-            values[1, 2] = NAN
+        if fault is not None and fault.rank == rank:
+            is_input = fault.place == "input" and (fault.rank, fault.step, fault.micro_batch) == at
+            if is_input or (fault.place == "unused" and item == num_trained(shape)):
+                values[1, 2] = NAN
         yield {
             "values": values,
             "words": torch.randint(0, WORDS, (ROWS,), generator=generator),
@@ -119,17 +136,13 @@ class Train:
         torch.manual_seed(0)
         net = LoopNet(shape)
         self.net = net
-        self.model: Any = net
-        if shape.wrapper == "ddp":
-            self.model = DistributedDataParallel(net)
-        elif shape.wrapper == "fsdp2":
-            for block in net.blocks:
-                fully_shard(block)
-            self.model = fully_shard(net)
-        self.ema = copy.deepcopy(net) if shape.ema != "none" and shape.wrapper != "fsdp2" else None
+        self.ignored = _ignored(net, shape)
+        self.model: Any = _wrapped(net, shape, self.ignored)
+        self.ema = copy.deepcopy(net) if shape.ema != "none" and shape.wrapper not in SHARDED else None
         self.critic = nn.Linear(1, 1)
         self.optimizers = self._optimizers()
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if shape.scaler else None
+        scaler = ShardedGradScaler if shape.wrapper == "fsdp1" else torch.amp.GradScaler
+        self.scaler = scaler("cpu", init_scale=4.0) if shape.scaler else None
         self.guard: Any = None
         if guarded:
             verdict = "deferred" if shape.deferred else "sync"
@@ -146,15 +159,20 @@ class Train:
         plain, options = _optimizer(shape)
         moving = type("Moving", (_Moving, plain), {})
         kind = moving if shape.fault is not None and shape.fault.place == "moved" else plain
-        found = [kind(rest, **options)]
-        return [*found, plain(head, **options)] if head else found
+        found = [kind(self._apart(rest), **options)]
+        return [*found, plain(self._apart(head), **options)] if head else found
+
+    def _apart(self, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+        """Groups of parameters: no fused or clipping operation takes DTensors and others at once."""
+        sharded = [p for p in parameters if all(p is not other for other in self.ignored)]
+        others = [p for p in parameters if any(p is other for other in self.ignored)]
+        return [{"params": group} for group in (sharded, others) if group]
 
     def run(self) -> dict[str, Any]:
         """What came of it: the report, or digests of the end."""
-        items = _batches(self.shape, self.rank)
-        loader: Any = items if self.guard is None or not self.shape.loader else self.guard.steps(items)
         try:
-            self._steps(iter(loader))
+            with self._surroundings():
+                self._steps(self._items())
             if self.guard is not None:
                 self.guard.close()
         except NonFiniteError as error:
@@ -162,10 +180,31 @@ class Train:
             return {"text": str(error), "report": error.report.to_dict(), "finite": self._is_finite()}
         except Exception as error:
             self._leave()
+            if self.shape.ends == "join" and isinstance(error, ValueError):
+                return {"text": str(error), "is_refused": True}
             raise RuntimeError(f"{self.shape}") from error
         if self.shape.wrapper == "fsdp2":  # an evaluation leaves the root's parameters whole
             self.model.reshard()
         return {"end": digests(self.net, self.optimizers[0]), "finite": self._is_finite()}
+
+    @contextlib.contextmanager
+    def _surroundings(self) -> Iterator[None]:
+        shape = self.shape
+        with contextlib.ExitStack() as stack:
+            if shape.anomaly != "off":
+                stack.enter_context(warnings.catch_warnings(action="ignore"))  # "only for debugging"
+                stack.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=shape.anomaly == "raises"))
+            if shape.ends == "join":
+                stack.enter_context(Join([self.model]))
+            yield
+
+    def _items(self) -> Iterator[dict[str, Any]]:
+        shape, items = self.shape, _batches(self.shape, self.rank)
+        if self.guard is not None and shape.loader:
+            items = iter(self.guard.steps(items))
+        if shape.ends != "smallest":
+            return items
+        return itertools.islice(items, _smallest(num_batches(shape, self.rank)))
 
     def _leave(self) -> None:
         if self.guard is not None:
@@ -177,13 +216,12 @@ class Train:
 
     def _steps(self, items: Iterator[dict[str, Any]]) -> None:
         shape = self.shape
-        for step in range(STEPS):
+        for step in range(STEPS + 1):
             self.step = step
             self._before()
-            for micro_batch in range(shape.accumulation):
-                is_last = micro_batch == shape.accumulation - 1
-                with self._sync(is_last):
-                    self._backward(next(items), step)
+            num = self._accumulate(items)
+            if num == 0 or (num < shape.accumulation and drops_rest(shape)):
+                return
             self._between(step)
             self._update(step)
             if shape.evaluates:
@@ -191,13 +229,25 @@ class Train:
             if self.ema is not None:
                 self._follow()
 
+    def _accumulate(self, items: Iterator[dict[str, Any]]) -> int:
+        """How many micro-batches there were for this step."""
+        for micro_batch in range(self.shape.accumulation):
+            batch = next(items, None)
+            if self.shape.ends == "flag" and not _smallest(int(batch is not None)):
+                batch = None
+            if batch is None:
+                return micro_batch
+            with self._sync(micro_batch == self.shape.accumulation - 1):
+                self._backward(batch)
+        return self.shape.accumulation
+
     # -- the parts of a step -------------------------------------------------------------------------------------------
 
     def _before(self) -> None:
         fault = self._fault("weight")
         with torch.no_grad():
             if fault is not None:
-                _spoil(self.net.blocks[0].bias)
+                _spoil(self._victim())
             if self._fault("buffer") is not None:
                 self.net.norm.running_var[1] = NAN  # type: ignore[index, operator]
         if self._fault("lr", any_rank=True) is not None:
@@ -205,6 +255,9 @@ class Train:
                 optimizer.param_groups[0]["lr"] = NAN
         if self.shape.zero:
             self._zero()
+
+    def _victim(self) -> Any:
+        return getattr(self.net.blocks[0], victim(self.shape))
 
     def _fault(self, place: str, any_rank: bool = False) -> LoopFault | None:
         fault = self.shape.fault
@@ -218,14 +271,14 @@ class Train:
             if self.shape.no_sync and self.shape.wrapper == "fsdp2":
                 self.model.set_requires_gradient_sync(True)
             yield
-        elif self.shape.wrapper == "ddp":
+        elif self.shape.wrapper in ("ddp", "fsdp1"):
             with self.model.no_sync():
                 yield
         else:
             self.model.set_requires_gradient_sync(False)
             yield
 
-    def _backward(self, batch: dict[str, Any], step: int) -> None:
+    def _backward(self, batch: dict[str, Any]) -> None:
         shape = self.shape
         if shape.critic:
             self._train_critic(batch)
@@ -263,13 +316,13 @@ class Train:
         if scaler is not None and (shape.clip != "none" or shape.surgery != "none"):
             for optimizer in self._now(step):
                 scaler.unscale_(optimizer)
-        if shape.wrapper == "plain":
-            for parameter in parameters:
+        for parameter in parameters if shape.wrapper == "plain" else self.ignored:
+            if parameter.requires_grad:
                 _average(parameter)
         with torch.no_grad():
             self._operate(parameters)
             if self._fault("code") is not None:
-                _spoil(self.net.blocks[0].bias.grad)
+                _spoil(self._victim().grad)
         self._clip()
 
     def _operate(self, parameters: list[nn.Parameter]) -> None:
@@ -284,14 +337,16 @@ class Train:
 
     def _clip(self) -> None:
         match self.shape.clip:
-            case "torch":
-                torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             case "guard" if self.guard is not None:
                 self.guard.clip_grad_norm_(1.0)
-            case "guard":
-                torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            case "torch" | "guard" if self.shape.wrapper == "fsdp1":
+                self.model.clip_grad_norm_(1.0)
+            case "torch" | "guard":
+                for group in self._apart(list(self.model.parameters())):
+                    torch.nn.utils.clip_grad_norm_(group["params"], 1.0)
             case "value":
-                torch.nn.utils.clip_grad_value_(self.model.parameters(), 1.0)
+                for group in self._apart(list(self.model.parameters())):
+                    torch.nn.utils.clip_grad_value_(group["params"], 1.0)
 
     def _now(self, step: int) -> list[torch.optim.Optimizer]:
         return [each for index, each in enumerate(self.optimizers) if index == 0 or step % 2 == 0]
@@ -300,7 +355,7 @@ class Train:
         for optimizer in self._now(step):
             if isinstance(optimizer, _Moving):
                 optimizer.spoils = self._fault("moved") is not None
-                optimizer.victim = self.net.blocks[0].bias
+                optimizer.victim = self._victim()
             if self.scaler is None:
                 optimizer.step()
             else:
@@ -342,6 +397,36 @@ class _Moving:
         return result
 
 
+def _ignored(net: LoopNet, shape: Shape) -> list[nn.Parameter]:
+    match shape.ignored:
+        case "head":
+            return list(net.head.parameters())
+        case "bias":
+            return [net.blocks[0].bias]  # type: ignore[list-item]
+    return []
+
+
+def _wrapped(net: LoopNet, shape: Shape, ignored: list[nn.Parameter]) -> Any:
+    match shape.wrapper:
+        case "ddp":
+            return DistributedDataParallel(net)
+        case "fsdp1":
+            options = {"use_orig_params": True, "device_id": torch.device("cpu"), "ignored_states": ignored}
+            net.blocks = nn.ModuleList([FullyShardedDataParallel(block, **options) for block in net.blocks])
+            return FullyShardedDataParallel(net, **options)
+        case "fsdp2":
+            for block in net.blocks:
+                fully_shard(block, ignored_params=set(ignored))
+            return fully_shard(net, ignored_params=set(ignored))
+    return net
+
+
+def _smallest(number: int) -> int:
+    found = torch.tensor([number])
+    dist.all_reduce(found, dist.ReduceOp.MIN)
+    return int(found)
+
+
 def _optimizer(shape: Shape) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     if shape.deferred:
         return torch.optim.AdamW, {"lr": 0.05, "fused": True}
@@ -367,11 +452,24 @@ def _average(parameter: nn.Parameter) -> None:
     gradient /= dist.get_world_size()
 
 
+def _guarded(shape: Shape, rank: int) -> dict[str, Any]:
+    """What came of it, and what was logged as an error."""
+    told: list[str] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("ddp_nanguard")
+    logger.addHandler(handler)
+    try:
+        return {**Train(shape, rank, guarded=True).run(), "told": told}
+    finally:
+        logger.removeHandler(handler)
+
+
 def run_shapes(rank: int, world_size: int, shapes: list[Shape]) -> list[dict[str, Any]]:
     """A body for ranks: what came of each shape, guarded."""
-    return [Train(shape, rank, guarded=True).run() for shape in shapes]
+    return [_guarded(shape, rank) for shape in shapes]
 
 
 def run_clean(rank: int, world_size: int, shapes: list[Shape]) -> list[tuple[Any, Any]]:
     """A body for ranks: what came of each shape, unguarded and guarded."""
-    return [(Train(shape, rank, guarded=False).run(), Train(shape, rank, guarded=True).run()) for shape in shapes]
+    return [(Train(shape, rank, guarded=False).run(), _guarded(shape, rank)) for shape in shapes]

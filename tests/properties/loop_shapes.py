@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 STEPS = 3
 BLOCKS = 3
 """Modules ``blocks.0`` to ``blocks.2``, each of which can spoil its output or its gradient."""
-WRAPPERS = ("plain", "ddp", "fsdp2")
+WRAPPERS = ("plain", "ddp", "fsdp1", "fsdp2")
+SHARDED = ("fsdp1", "fsdp2")
 
-PLACES = ("input", "forward", "grad", "loss", "code", "weight", "moved", "buffer", "lr")
+PLACES = ("input", "unused", "forward", "grad", "loss", "code", "weight", "moved", "buffer", "lr")
 """
-``input``: a number of the batch; ``forward``, ``grad``: output and gradient of a block; ``loss``: code of the loss;
-``code``: a gradient changed between backward and step; ``weight``: a weight written before the step; ``moved``: a
-weight that ``optimizer.step`` itself makes bad; ``buffer``: a buffer written before the step; ``lr``: NaN from the
-schedule.
+``input``: a number of the batch; ``unused``: of one that is drawn when another rank has none left; ``forward``,
+``grad``: output and gradient of a block; ``loss``: code of the loss; ``code``: a gradient changed between backward and
+step; ``weight``: a weight written before the step; ``moved``: a weight that ``optimizer.step`` itself makes bad;
+``buffer``: a buffer written before the step; ``lr``: NaN from the schedule.
 """
 
 
@@ -67,6 +68,11 @@ class Shape:
         critic: another model, not guarded, is trained before it on an output of this one.
         deferred: the verdict is read one step late.
         zero: gradients are zeroed before the backward, not after the update.
+        ends: ``even``: the ranks have equally many batches; else one has more: ``smallest``: they agree on the smallest
+            number before; ``flag``: before each micro-batch on whether all have one; ``join``: torch's ``Join``.
+        longer: the rank that has more.
+        ignored: what FSDP is told to ignore: ``none``, the ``head`` or the ``bias`` of a block.
+        anomaly: torch's anomaly mode: ``off``; ``traces``, without its check; ``raises``, as it is by default.
     """
 
     wrapper: str = "plain"
@@ -90,7 +96,36 @@ class Shape:
     critic: bool = False
     deferred: bool = False
     zero: bool = False
+    ends: str = "even"
+    longer: int = 0
+    ignored: str = "none"
+    anomaly: str = "off"
     fault: LoopFault | None = None
+
+
+def has_rest(shape: Shape) -> bool:
+    """Whether the smallest number of batches is no whole number of steps: one micro-batch is left over."""
+    return shape.ends != "even" and shape.accumulation > 1
+
+
+def drops_rest(shape: Shape) -> bool:
+    """Whether what is left over has a backward and no update: else its gradients, never reduced, would be used."""
+    return has_rest(shape) and (shape.ends == "smallest" or shape.no_sync)
+
+
+def num_trained(shape: Shape) -> int:
+    """Micro-batches that every rank trains with."""
+    return STEPS * shape.accumulation + has_rest(shape)
+
+
+def num_batches(shape: Shape, rank: int) -> int:
+    """Micro-batches that a rank has."""
+    return num_trained(shape) + (2 if shape.ends != "even" and rank == shape.longer else 0)
+
+
+def victim(shape: Shape) -> str:
+    """The parameter of a block that is spoilt: one of which every rank holds a part."""
+    return "weight" if shape.wrapper == "fsdp1" and shape.ignored != "bias" else "bias"
 
 
 @dataclass(frozen=True)
@@ -114,14 +149,22 @@ class Said:
     slot: str | None
 
 
+REFUSED = Said(None, 0, None, "refused", None, None)
+"""A loop that is not taken: every rank raises as it first calls the model."""
+
+
 def expected(shape: Shape) -> Said | None:
     """What is to be said of the fault of a shape; None where it heals unseen."""
     fault = shape.fault
     assert fault is not None
+    if shape.ends == "join":
+        return REFUSED
     at = (fault.rank, fault.step, fault.micro_batch)
     match fault.place:
         case "input":
             return Said(*at, "input", None, None)
+        case "unused":
+            return None
         case "forward":
             return Said(*at, "forward", f"blocks.{fault.block}", "output")
         case "grad":
@@ -136,7 +179,7 @@ def expected(shape: Shape) -> Said | None:
             phase = {"code": "loop", "weight": "state", "moved": "optimizer"}[fault.place]
             if fault.place == "code" and _is_spread(shape):
                 return Said(_rank_after_clipping(shape, fault), fault.step, None, phase, None, None)
-            return Said(fault.rank, fault.step, None, phase, "blocks.0", "blocks.0.bias")
+            return Said(fault.rank, fault.step, None, phase, "blocks.0", f"blocks.0.{victim(shape)}")
         case "buffer":
             if fault.step == 0 or _is_healed(
                 shape, fault
@@ -148,13 +191,14 @@ def expected(shape: Shape) -> Said | None:
 
 def _is_spread(shape: Shape) -> bool:
     """Whether clipping makes all gradients bad before the guard looks at them; its own looks first, where it can."""
-    looks_first = shape.clip == "guard" and shape.wrapper != "fsdp2" and not shape.deferred
-    return shape.clip in ("torch", "guard") and not looks_first
+    looks_first = shape.clip == "guard" and shape.wrapper not in SHARDED and not shape.deferred
+    is_alone = shape.wrapper == "fsdp2" and shape.ignored == "bias"  # clipped by itself
+    return shape.clip in ("torch", "guard") and not looks_first and not is_alone
 
 
 def _rank_after_clipping(shape: Shape, fault: LoopFault) -> int | None:
-    """The norm that FSDP2 clips by is that of all ranks, and makes every gradient of every rank bad."""
-    return None if shape.wrapper == "fsdp2" else fault.rank
+    """The norm that FSDP clips by is that of all ranks, but for what it ignores: all gradients of all ranks are bad."""
+    return None if shape.wrapper in SHARDED and shape.ignored != "bias" else fault.rank
 
 
 def _is_healed(shape: Shape, fault: LoopFault) -> bool:
@@ -191,6 +235,10 @@ def _shapes() -> st.SearchStrategy[Shape]:
         critic=flag,
         deferred=flag,
         zero=flag,
+        ends=st.sampled_from(("even", "even", "smallest", "flag", "flag", "join")),
+        longer=st.integers(0, 1),
+        ignored=st.sampled_from(("none", "head", "bias")),
+        anomaly=st.sampled_from(("off", "off", "traces", "raises")),
     ).map(possible)
 
 
@@ -200,10 +248,20 @@ def possible(shape: Shape) -> Shape:
     Args:
         shape: as drawn.
     """
-    if shape.wrapper == "fsdp2":  # no sparse gradients, and a shared parameter is one of the first module's group
+    if shape.wrapper in SHARDED:  # no sparse gradients, and a shared parameter is one of the first module's group
         shape = replace(shape, sparse=False, tied=False)
-    if shape.wrapper != "ddp":
-        shape = replace(shape, no_sync=shape.no_sync and shape.wrapper == "fsdp2")
+        clip = "torch" if (shape.clip, shape.wrapper) == ("guard", "fsdp2") and shape.ignored != "none" else shape.clip
+        shape = replace(shape, clip=clip)  # torch clips DTensors and others apart only
+        is_mixed = shape.wrapper == "fsdp2" and (
+            shape.ignored == "bias" or (shape.ignored, shape.optimizers) == ("head", 1)
+        )
+        shape = replace(shape, scaler=shape.scaler and not is_mixed)  # and so does a scaler
+    else:
+        shape = replace(shape, ignored="none")
+    if shape.wrapper == "plain":
+        shape = replace(shape, no_sync=False)
+    if shape.ends == "join" and shape.wrapper != "ddp":
+        shape = replace(shape, ends="flag")
     if shape.sparse:  # torch clips and scales no sparse gradients
         shape = replace(shape, clip="none", scaler=False, surgery="none")
     if shape.scaler or shape.sparse or shape.wrapper == "plain":
@@ -221,7 +279,7 @@ def faulty_loops(draw: st.DrawFn) -> Shape:
     fault = LoopFault(
         place=draw(st.sampled_from(places)),
         rank=draw(st.integers(0, 1)),
-        step=draw(st.integers(0, STEPS - 1)),
+        step=draw(st.integers(0, STEPS - 1 + has_rest(shape))),
         micro_batch=draw(st.integers(0, shape.accumulation - 1)),
         block=draw(st.integers(0, BLOCKS - 1)),
         call=draw(st.integers(1, 2)) if shape.second_call else 1,
@@ -231,13 +289,17 @@ def faulty_loops(draw: st.DrawFn) -> Shape:
 
 def clean_loops() -> st.SearchStrategy[Shape]:
     """A loop without a fault."""
-    return _shapes()
+    return _shapes().map(lambda shape: replace(shape, ends="flag") if shape.ends == "join" else shape)
 
 
 def can_happen(shape: Shape, place: str) -> bool:
     """Whether a fault of this place is one in such a loop: a scaler skips steps with bad gradients by itself."""
     if place == "buffer":
         return shape.norm
+    if place == "unused":
+        return shape.ends == "flag"
+    if shape.anomaly == "raises" and shape.ends != "join":  # it raises by itself where a NaN comes to a backward
+        return place in ("code", "lr") and not (shape.scaler and place == "code")
     if shape.scaler and place in ("grad", "code"):
         return False
     return not (shape.scaler and place == "loss" and not (shape.watched or shape.entry == "run"))
@@ -249,8 +311,14 @@ def fitted(shape: Shape, fault: LoopFault) -> LoopFault:
         fault = replace(fault, micro_batch=0, call=1)
     if fault.place in ("code", "weight", "moved"):
         fault = replace(fault, block=0)
-    if fault.place in ("moved",) and fault.step == STEPS - 1:
+    if fault.place == "moved" and fault.step >= STEPS - 1:
         fault = replace(fault, step=STEPS - 2)
+    if fault.step == STEPS:
+        fault = replace(fault, micro_batch=0)
+        if drops_rest(shape) and fault.place in ("code", "lr"):
+            fault = replace(fault, step=STEPS - 1)
+    if fault.place == "unused":
+        fault = replace(fault, rank=shape.longer, step=STEPS, micro_batch=0)
     if fault.place == "lr":
         fault = replace(fault, rank=0)
     return fault

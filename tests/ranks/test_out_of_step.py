@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.ranks import run_ranks, run_ranks_raw
-from tests.ranks.small import ended, guard_of, run_step
+from tests.ranks.small import NAN, ended, guard_of, run_step
 
 REMEDY = "give every rank the same number of batches and steps, and let all close the guard after the same step"
 
@@ -105,7 +105,21 @@ def test_guards_in_another_order_are_told() -> None:
     assert run_ranks(_other_guard) == [_met("step 0", rank, "that of another guard") for rank in range(2)]
 
 
-def _closed(rank: int, world_size: int) -> str | None:
+def _closed(rank: int, world_size: int) -> list[str | None]:
+    return [_after_a_step(rank), *(_before_any_step(rank, value) for value in (1.0, NAN))]
+
+
+def _before_any_step(rank: int, value: float) -> str | None:
+    """One rank has a batch and the other has none, so they leave together."""
+    _, _, guard = _local()
+    for batch in guard.steps([torch.full((2, 4), value)] * rank):
+        guard.watch(loss=guard(batch).sum())
+    error = ended(guard.close)
+    dist.barrier()  # the job goes on, and its collectives meet
+    return error
+
+
+def _after_a_step(rank: int) -> str | None:
     """Checked before a checkpoint; then one rank has another micro-batch, which no step uses."""
     _, optimizer, guard = _local()
     run_step(guard, optimizer, torch.ones(2, 4))
@@ -116,7 +130,10 @@ def _closed(rank: int, world_size: int) -> str | None:
 
 
 def test_a_window_that_is_open_on_one_rank_alone_is_closed_by_all() -> None:
-    assert run_ranks(_closed) == [None, None]
+    first, second = run_ranks(_closed)
+    assert first[:2] == second[:2] == [None, None]
+    assert first[2] == second[2]
+    assert first[2] is not None and first[2].startswith("NonFiniteError: rank 1, step 0, micro-batch 0, input: ")
 
 
 def _waiting(rank: int, world_size: int, collective: str) -> None:
