@@ -12,6 +12,7 @@ that was made of finite elements ([Note: screens]). Then the step is no fault.
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -35,6 +36,13 @@ SKIPPED = (
     "gradients were non-finite too, and no update uses them: other code has made them finite or skips the update; if "
     "that is a GradScaler, pass scaler= (on_loss='warn' lets such steps pass)"
 )
+GROWN = (
+    "every gradient is finite, but weights or gradients grow or are very large: letting such steps pass does not help"
+)
+LARGE = 1e6
+"""A gradient or a weight of this size is no sign of a job that only one batch has disturbed."""
+GREW = 100.0
+"""By which factor the largest gradient of the last clean steps has grown where the cause is not one batch either."""
 OVERFLOWED = (
     "gradients or weights are so large (beyond 1e19) that their norm overflows, although every element is finite: the "
     "step goes on; clipping by norm would make all gradients zero (said once)"
@@ -156,7 +164,8 @@ class Triage:
         Returns:
             With findings and report; with a decision instead where it is no fault, see [Note: confirmed].
 
-        Collective: one all-reduce of 64 bytes, and the fault round, on the fault group. Host sync: many.
+        Collective: one all-reduce of 64 bytes, for a bad loss alone one of 8 bytes, and the fault round, on the fault
+        group. Host sync: many.
         """
         findings = rescan(self._context, record)
         severity, cause, warnings = judgement.severity, judgement.cause, judgement.warnings
@@ -167,9 +176,16 @@ class Triage:
         if severity is Severity.CLEAN:
             return Judgement(Decision.PROCEED, warnings=warnings)
         if severity is Severity.LOSS:
-            cause = SKIPPED if gradients_bad else HARMLESS
+            (grows,) = self._context.ranks.any_of(self._grows(findings))
+            cause = GROWN if grows else (SKIPPED if gradients_bad else HARMLESS)
         report = self.report(record, findings, cause)
         return Judgement(None, severity, cause, warnings, findings, report)
+
+    def _grows(self, findings: RankFindings) -> bool:
+        """Whether what this rank saw of weights and gradients says that they are on their way to infinity."""
+        sizes = [_largest(past.slot_stats(), _GRADIENTS) for past in self._context.slots.past()]
+        has_grown = len(sizes) > 1 and sizes[-1] > GREW * sizes[0]
+        return has_grown or findings.norms_overflowed or _largest(findings.slot_stats, _TRAINED) > LARGE
 
     def report(self, record: StepRecord, findings: RankFindings, cause: str) -> FaultReport:
         """The report of a step, the same on all ranks. Collective: the fault round, on the fault group."""
@@ -311,6 +327,16 @@ class Triage:
             return ()
         self._said.add(key)
         return (text,)
+
+
+_GRADIENTS = frozenset({SlotRole.GRADIENT})
+_TRAINED = frozenset({SlotRole.GRADIENT, SlotRole.STATE})
+
+
+def _largest(slot_stats: list[SlotStats], roles: frozenset[SlotRole]) -> float:
+    """The largest finite value, or norm, in slots of these roles; 0 where there is none."""
+    sizes = [max(-stats.minimum, stats.maximum) for stats in slot_stats if stats.role in roles]
+    return max(filter(math.isfinite, sizes), default=0.0)
 
 
 def _has_bad_output(findings: RankFindings) -> bool:

@@ -104,6 +104,8 @@ def _operator(event: Event) -> str:
 
 
 def _where(event: Event) -> str:
+    if event.phase is EventPhase.LOOP:
+        return "the loop, between backward and step"
     layer = "the training step" if event.layer is None else layer_text(event.layer)
     call = f" (call {event.call})" if event.call is not None else ""
     batch = (

@@ -97,7 +97,8 @@ def _known(context: GuardContext, record: StepRecord, findings: RankFindings, re
     assert report.origin is not None
     match report.origin.phase:
         case Phase.FORWARD | Phase.LOSS | Phase.BACKWARD:
-            return ReportFacts(report, histories={context.ranks.rank: history_of(context, findings.slot_stats)})
+            histories = {context.ranks.rank: history_of(context, findings.slot_stats)}
+            return ReportFacts(report, histories=histories, optimizers=plain_optimizers(context))
         case Phase.INPUT:
             return ReportFacts(report, batch=_batch(record, report.origin.micro_batch))
         case Phase.OPTIMIZER:

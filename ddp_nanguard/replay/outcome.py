@@ -301,12 +301,24 @@ def _not_reproduced(result: Result, then: Site, parting: _Parting) -> str:
     texts = [
         f"every value is finite now; {_where_they_part(result, then, parting)}",
         f"different here: {'; '.join(result.differs)}" if result.differs else "",
-        "if you changed the code, the fault is gone",
+        _ALONE if _lacks_peers(then, parting) else "if you changed the code, the fault is gone",
         twice if look is not None and look.outcome == "same" and look.operator is not None else "",
         f"in training: {look.text}" if look is not None and look.outcome == "finite" else "",
         _next_text(parting),
     ]
     return "; ".join(text for text in texts if text)
+
+
+_ALONE = (
+    "alone it was not given what a collective of the loop brings from other ranks, so this says nothing about the fault"
+)
+
+
+def _lacks_peers(then: Site, parting: _Parting) -> bool:
+    """Whether the fault was code of the loop on several ranks at once, which may have come from another one."""
+    origin = parting.dump.report.origin
+    at_once = origin is not None and origin.rank is None
+    return parting.alone and parting.dump.world_size > 1 and then.phase is Phase.LOOP and at_once
 
 
 def _where_they_part(result: Result, then: Site, parting: _Parting) -> str:

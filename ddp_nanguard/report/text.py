@@ -162,7 +162,9 @@ def _state(report: FaultReport) -> str:
 def _next_command(report: FaultReport, lacks: str | None, script: str) -> str:
     """The command that helps most with this fault: a replay where one is possible, else ``show``."""
     origin, dump = report.origin, str(report.dump_path)
-    is_shared = origin is not None and (origin.phase is Phase.REDUCE or bool(_not_known_who(report)))
+    is_shared = origin is not None and (_came_to_several(origin) or bool(_not_known_who(report)))
+    if is_shared and lacks is None and origin is not None and origin.phase is Phase.LOOP and not script:
+        is_shared = False  # no recipe runs code of the loop
     if is_shared and lacks is None and report.world_size > 1:
         # communication may have brought the value, which a replay of one rank alone cannot show
         return replay_all_text(dump, script, report.world_size)
@@ -174,6 +176,11 @@ def _next_command(report: FaultReport, lacks: str | None, script: str) -> str:
     if origin is not None and origin.phase is Phase.LOOP and not script:
         return f"ddp-nanguard show {dump}; to replay code of the loop: ddp-nanguard replay {dump} -- python train.py"
     return replay_text(dump, script)
+
+
+def _came_to_several(origin: Site) -> bool:
+    """Whether communication has brought the value, or a collective of the loop may have: no rank alone shows it."""
+    return origin.phase is Phase.REDUCE or (origin.phase is Phase.LOOP and origin.rank is None)
 
 
 # -- the error ---------------------------------------------------------------------------------------------------------

@@ -73,9 +73,14 @@ def test_what_proves_nothing_is_unknown(origin: Site, histories: Any) -> None:
 def test_growth_from_the_history_alone() -> None:
     histories = {rank: history([7.0, 1.0, 10.0, 100.0, 1e3, 1e4]) for rank in (0, 1)}
     found = reason_for(TraceFacts(report(site("forward")), histories=histories))
-    assert found.sentence == "growth: the loss grew by a factor of 10.00 per step since step 4, on every rank"
+    assert found.sentence == (
+        "growth: the loss grew by a factor of 10.00 per step since step 4, on every rank: 100 in step 6, 1e+03 in step "
+        "7, 1e+04 in step 8"
+    )
     one = reason_for(TraceFacts(report(site("forward")), histories={0: histories[0], 1: history([1.0] * 6)}))
-    assert one.sentence.endswith("since step 4, on rank 0")
+    assert "since step 4, on rank 0: " in one.sentence
+    few = {rank: history([7.0, 7.0, 7.0, 1.0, 3.0, 4e6]) for rank in (0, 1)}
+    assert "the loss grew by a factor of 2000.00 per step" in reason_for(TraceFacts(report(site("loss")), histories=few)).sentence
 
 
 def test_state_from_the_report_alone() -> None:

@@ -116,3 +116,21 @@ def test_experiments_start_the_script_again(tmp_path: Path) -> None:
     assert experiments["--dtype float64"]["text"].startswith("still fails: loss")
     assert experiments["--repeat 2"]["text"].startswith("2 of 2 runs non-finite")
     assert experiments["--poison-memory"]["failed"]
+
+
+def test_what_a_collective_of_the_loop_carried_is_run_on_all_ranks(tmp_path: Path) -> None:
+    stopped = launch(tmp_path, "surgery.py")
+    (dump,) = (tmp_path / "nan_dumps").glob("step-*")
+    variables = {"NANGUARD_REPLAY": f"nan_dumps/{dump.name}", "NANGUARD_REPLAY_OPTIONS": "--trace"}
+    command = " ".join(f"{name}={value}" for name, value in variables.items())
+    told = [str(each.error_text).splitlines()[-1] for each in stopped]
+    assert told == [f"  next:     {command} torchrun --nproc-per-node 2 {SCRIPTS / 'surgery.py'}"] * 2
+    first, second = launch(tmp_path, "surgery.py", **variables)
+    assert (first.exit_code, second.exit_code) == (0, 0), first.describe() + second.describe()
+    assert "rank 1: trace of" in first.output and "  where     the loop, between backward and step\n" in first.output
+    reason = "division by zero: 0/0 in `share = sum((u * v).sum()"
+    assert f"reason: {reason}" in first.output, first.output
+    alone = replay(dump, str(SCRIPTS / "surgery.py"), options=("--rank", "0"))
+    assert (alone.code, alone.outcome["outcome"]) == (4, "not_reproduced")
+    assert "alone it was not given what a collective of the loop brings" in alone.outcome["reason"]
+    assert "the fault is gone" not in alone.outcome["reason"]

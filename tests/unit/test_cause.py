@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ddp_nanguard import NanGuard, NonFiniteError
 from ddp_nanguard.diagnosis.diagnose import without_replay
 from ddp_nanguard.dump import open_dump
 from ddp_nanguard.fault import cause
@@ -112,3 +113,22 @@ def test_a_rule_that_fails_leaves_the_report_as_it_was(tmp_path: Path, monkeypat
     monkeypatch.setattr(cause, "reason_of", fail)
     dump = open_dump(trained(_looked_at_once(JOBS["bad input"][0]), tmp_path))
     assert dump.report.cause == "the loader delivered a non-finite value"
+
+
+@pytest.mark.parametrize("rate", [1e4, 1e-4])
+def test_only_a_loss_that_one_batch_made_bad_may_be_let_through(rate: float) -> None:
+    """Weights on their way to infinity are no harmless ones, though every gradient is finite yet."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    guard = NanGuard(model, optimizer, dump_dir=None, look_again=False)
+    with pytest.raises(NonFiniteError) as raised:
+        for step in range(40):
+            output = guard(torch.ones(2, 2))
+            guard.watch(loss=output.detach().pow(4).mean() * (math.inf if rate < 1 and step == 5 else 1.0))
+            output.pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    harmless = "on_loss='warn' lets such steps pass" in raised.value.report.cause
+    assert harmless is (rate < 1), raised.value.report.cause
+    assert ("letting such steps pass does not help" in raised.value.report.cause) is not harmless
+    guard.close()

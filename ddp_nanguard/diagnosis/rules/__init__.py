@@ -20,7 +20,6 @@ RULES: tuple[Rule, ...] = (
     job.compiled_kernel,
     job.not_reproduced,
     why.reduce_overflow,
-    why.changed_by_the_loop,
     job.vanishing_eps,
     # a value that came from outside needs no operator to explain it
     outside.state_bad,
@@ -44,6 +43,8 @@ RULES: tuple[Rule, ...] = (
     outside.unnamed,
     outside.constant,
     job.update_overflow,
+    # what code of the loop did to gradients is told by its operator, where a trace has one and a rule explains it
+    why.changed_by_the_loop,
 )
 
 OUTRANKS: dict[Rule, tuple[Rule, ...]] = {

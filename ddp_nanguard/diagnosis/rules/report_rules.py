@@ -23,6 +23,9 @@ from ddp_nanguard.tensors.containers import path_text
 from ddp_nanguard.tensors.dtypes import dtype_named
 
 MIN_VALUES = 4
+MIN_FEW = 3
+MIN_TOTAL_FEW = 1e4
+"""So many times larger within so few values is growth, too."""
 MIN_TOTAL = 10.0
 MIN_TOTAL_OVERFLOWED = 100.0
 """Where no step was traced, but +Inf came out of finite values: most likely an overflow."""
@@ -302,8 +305,10 @@ def growth(known: ReportFacts, least: float | None = None, then: tuple[str, ...]
         return None
     factor = (values[-1] / values[0]) ** (1 / (len(values) - 1))
     sentence = f"growth: {name} grew by a factor of {factor:.2f} per step since step {steps[0]}, {_where(known, found)}"
+    last = listed((f"{value:.3g} in step {step}" for step, value in list(zip(steps, values, strict=True))[-3:]))
+    sentence = "; ".join([f"{sentence}: {last}", *_learning_rates(known)])
     evidence = [f"step {step}: {value:.4g}" for step, value in list(zip(steps, values, strict=True))[-6:]]
-    return Reason("growth", sentence, (*evidence, *_learning_rates(known), *then))
+    return Reason("growth", sentence, (*evidence, *then))
 
 
 def _where(known: ReportFacts, found: Mapping[int, Any]) -> str:
@@ -318,7 +323,7 @@ def _least_growth(origin: Site) -> float:
 
 
 def _learning_rates(known: ReportFacts) -> list[str]:
-    """The learning rates, as evidence: too large a rate is the usual cause of growth."""
+    """The learning rates: too large a rate is the usual cause of growth."""
     rates = [(str(o.get("class")), g["lr"]) for o in known.optimizers for g in o.get("groups", []) if "lr" in g]
     shown = [f"{name} with lr={rate:g}" for name, rate in dict.fromkeys(rates) if isinstance(rate, float)]
     return [f"trained by {listed(shown, 5)}"] if shown else []
@@ -353,9 +358,11 @@ def _tail(steps: list[int], values: list[float]) -> tuple[list[int], list[float]
 
 
 def _grows(values: list[float]) -> bool:
-    if len(values) < MIN_VALUES:
+    if len(values) < MIN_FEW:
         return False
     total = values[-1] / values[0]
+    if len(values) < MIN_VALUES:
+        return total >= MIN_TOTAL_FEW
     return total >= MIN_TOTAL and bool(total ** (1 / (len(values) - 1)) >= MIN_FACTOR)
 
 

@@ -36,13 +36,15 @@ class EventPhase(enum.StrEnum):
     """What the step was doing when an operator ran.
 
     ``step code`` is the forward outside every module; ``recomputation`` is activation checkpointing's second forward,
-    in the backward pass; ``update`` is the optimizer's step.
+    in the backward pass; ``loop`` is what comes after a backward pass, until a module is called; ``update`` is the
+    optimizer's step.
     """
 
     FORWARD = "forward"
     STEP_CODE = "step code"
     BACKWARD = "backward"
     RECOMPUTATION = "recomputation"
+    LOOP = "loop"
     UPDATE = "update"
 
 

@@ -97,6 +97,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         divisor_origins: by the order of a division, what its divisor was computed from.
         bad_communication: the first collective that took or returned a non-finite value, or None.
         micro_batch: index of the running micro-batch in the window; set by the caller.
+        is_after_backward: whether a backward pass has run since the micro-batch began, or a module was called.
         batch_size: length of dim 0 of its tensors, or None; set by the caller.
         is_lenient: whether a failure to follow an operator ends the following instead of the step; set by the caller.
         failure: what that was; None where there was none.
@@ -115,6 +116,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         self.divisor_origins: dict[int, DivisorSource] = {}
         self.bad_communication: str | None = None
         self.micro_batch: int | None = None
+        self.is_after_backward = False
         self.batch_size: int | None = None
         self.is_lenient = False
         self.failure: str | None = None
@@ -166,6 +168,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             return None
         assert not isinstance(spot, FrameKind)
         self.num_operators += 1
+        self._note_pass()
         self._note_node(spot, operator)
         if operator.is_view:
             return None
@@ -199,6 +202,12 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         if self.bad_communication is None and any(quick_kind(tensor) is not None for tensor in tensors_of(values)):
             # The first one only: later collectives spread the value.
             self.bad_communication = operator.name
+
+    def _note_pass(self) -> None:
+        if in_backward():
+            self.is_after_backward = True
+        elif self._modules.top() is not None:
+            self.is_after_backward = False
 
     def _note_node(self, spot: CodeLocation | None, operator: Operator) -> None:
         number = _newest_node()  # under no_grad too: in a custom function's forward
@@ -311,7 +320,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         self.was_compiled = self.was_compiled or FrameKind.COMPILED in stack.kinds
         event.lines = tuple(spot.line() for spot in stack.spots)
         here = self._modules.top()
-        event.phase = EventPhase.STEP_CODE if here is None else EventPhase.FORWARD
+        outside = EventPhase.LOOP if self.is_after_backward else EventPhase.STEP_CODE
+        event.phase = outside if here is None else EventPhase.FORWARD
         if in_backward():
             is_recomputed = FrameKind.CHECKPOINT in stack.kinds and stack.spots
             event.phase = EventPhase.RECOMPUTATION if is_recomputed else EventPhase.BACKWARD

@@ -208,6 +208,7 @@ class Watcher:
         index = self._indices[len(self._seen)]
         self._seen.append(_Seen(index, batch, size))
         self._trace.micro_batch, self._trace.batch_size = index, size
+        self._trace.is_after_backward = False
         for name, tensor in batch_tensors(batch).items():
             self._trace.memory.name(tensor, name)
         for name, array in batch_arrays(batch).items():
