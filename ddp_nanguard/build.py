@@ -78,7 +78,7 @@ def build_context(
         problem = str(error)
     except Exception as error:
         problem = f"the guard cannot be built: {type(error).__name__}: {error}"
-    device = _device_of(args.wrapper) if args is not None else torch.device("cpu")
+    device = args.wrapper.compute_device() if args is not None else torch.device("cpu")
     ranks = RankGroup(group, args.config.timeout_s if args is not None else 60.0, device, alone=answers_alone)
     # collectives from here on: every rank gets here, with a problem or without
     ranks.require_no_problem(problem)
@@ -98,12 +98,6 @@ def build_context(
     return context
 
 
-def _device_of(wrapper: Wrapper) -> torch.device:
-    for _, parameter in wrapper.named_parameters():
-        return wrapper.local(parameter).device
-    return torch.device("cpu")
-
-
 def compose(args: ValidatedArgs, ranks: RankGroup, recipe: str | None, device: torch.device) -> GuardContext:
     """The parts of a guard, none of which is on the model yet.
 
@@ -120,7 +114,7 @@ def compose(args: ValidatedArgs, ranks: RankGroup, recipe: str | None, device: t
     modules = wrapper.named_modules()
     named_buffers = _buffer_reader(wrapper)
     # a deferred verdict cannot be confirmed: by the time it is read, the gradients are the next step's
-    slots = SlotBuffer(config.history, exact=config.verdict == "deferred")
+    slots = SlotBuffer(config.history, exact=config.verdict == "deferred", device=device)
     slots.expand_compiled = expand_compiled
     backward = BackwardProbe(slots, probes_activations=Phase.BACKWARD in config.watched)
     # what modules carry hooks for is told in the phases forward and backward only

@@ -22,7 +22,8 @@ from .probes.calls import ModuleCall
 from .probes.clipping import clip_and_look, clip_grad_norm_
 from .probes.forward import ForwardProbe
 from .probes.gradient import GradientProbe
-from .probes.slots import SlotBuffer, SlotRole
+from .probes.slot_roles import SlotRole
+from .probes.slots import SlotBuffer
 from .probes.sources import STATE_SLOT, KnownNonFinite, LossSource
 from .probes.state import StateProbe
 from .report.types import INFINITE_KINDS, KINDS, Phase
@@ -30,6 +31,32 @@ from .tensors.minmax import kind_in
 from .tensors.variables import bad_variables
 from .wrappers import GradientWatch, Wrapper, compiled_modules
 from .wrappers.grad_scaler import WatchedScaler
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How much of a rank's device can be read by a thread that must not wait for the job's own stream.
+
+    Attributes:
+        answers: whether the device answers at all.
+        up_to: execution order of the last slot that is known to have been written, as are all before it; gradients may
+            still be written to. None: everything has been.
+    """
+
+    answers: bool = True
+    up_to: int | None = None
+
+    def covers(self, order: int) -> bool:
+        """Whether the slot of this execution order has been written for sure."""
+        return self.up_to is None or order <= self.up_to
+
+    def lacks(self) -> str | None:
+        """What was not looked at for that, in words."""
+        if not self.answers:
+            return "this rank's device does not answer: nothing on it was looked at or written"
+        if self.up_to is not None:
+            return "this rank's device waits for a peer: nothing after its own backward was looked at"
+        return None
 
 
 @dataclass
@@ -63,6 +90,7 @@ class GuardContext:
         compiled: names of modules inside compiled code, and of modules whose own call is compiled.
         has_hooks: whether the hooks of the forward are on the modules.
         undone: what the fault path could not do on this rank.
+        reach: how much of this rank's device can be read; all of it, but for a rank that ends on its own.
     """
 
     # - Given by the user, and what follows from it
@@ -105,6 +133,7 @@ class GuardContext:
     compiled: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
     has_hooks: bool = False
     undone: Undone = field(default_factory=Undone)
+    reach: Reach = Reach()
 
     def record(self, step: int) -> StepRecord:
         """The record of the step that is running. It refers to the open window and slots and copies nothing.
@@ -281,7 +310,7 @@ class GuardContext:
         if Phase.STATE in self.config.watched and not self.window.buffers() and self.wrapper.overwrites_buffers():
             self.state.probe_buffers_before_broadcast()
 
-    def probe_before_verdict(self, step: int) -> None:
+    def probe_before_verdict(self, step: int, weights_too: bool = False) -> None:
         """Probe what is looked at once per window, right before the verdict.
 
         That is gradients that no hook has seen as they are now, buffers and registered modules, and every
@@ -289,6 +318,7 @@ class GuardContext:
 
         Args:
             step: its number, which decides about the optimizer state on all ranks alike.
+            weights_too: whether the weights are looked at as well, as they are now.
         """
         self.flush_compiled()
         if not self.config.watched.isdisjoint((Phase.BACKWARD, Phase.REDUCE)):
@@ -297,6 +327,8 @@ class GuardContext:
             self.gradient.probe_unhooked()
         if Phase.STATE in self.config.watched:
             self.state.probe_buffers_after_forward()
+            if weights_too:
+                self.state.probe_weights()
             if (step - self.config.first_step) % self.config.state_every == 0:
                 self.state.probe_optimizer_state()
 

@@ -46,6 +46,8 @@ STACK_SIGNAL = signal.SIGUSR1
 STACK_WAIT_S = 0.5
 GROUP_TIMEOUT_MARGIN_S = 60.0  # the deadline judges hangs, never the group's own timeout
 PR_SET_PDEATHSIG = 1
+SIMULATED, REAL = "simulated", "real"
+"""Devices that a body may ask for besides the CPU: `tests.device.simulated_cuda`, or the machine's own GPUs."""
 
 Body = Callable[..., Any]
 
@@ -105,6 +107,7 @@ class _Task:
     timeout_s: float
     process_group: bool
     num_threads: int | None
+    device: str = "cpu"
     env: dict[str, str] = field(default_factory=dict)
     through_excepthook: bool = False
 
@@ -126,11 +129,13 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     process_group: bool = True,
     num_threads: int | None = 1,
+    device: str = "cpu",
     **kwargs: Any,
 ) -> list[Any]:
     """Runs ``body(rank, world_size, **kwargs)`` in fresh processes and returns their values in rank order.
 
     ``process_group=False`` leaves out the group and torchrun's variables; ``num_threads=None`` keeps torch's default.
+    ``device``: ``"cpu"``, `SIMULATED` or `REAL`; the last two get a backend for CUDA tensors beside gloo.
 
     Raises:
         RanksFailedError: if a rank raises, hangs, dies, or ends with a code other than ``expect_exit`` (None means 0).
@@ -142,6 +147,7 @@ def run_ranks(
         env=env,
         process_group=process_group,
         num_threads=num_threads,
+        device=device,
         **kwargs,
     )
     expected = 0 if expect_exit is None else expect_exit
@@ -162,6 +168,7 @@ def run_ranks_raw(
     env: Mapping[str, str] | None = None,
     process_group: bool = True,
     num_threads: int | None = 1,
+    device: str = "cpu",
     through_excepthook: bool = False,
     **kwargs: Any,
 ) -> list[Outcome]:
@@ -171,7 +178,7 @@ def run_ranks_raw(
     process with a code of its own.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
-        task = _Task(body, kwargs, 0, world_size, directory, timeout_s, process_group, num_threads)
+        task = _Task(body, kwargs, 0, world_size, directory, timeout_s, process_group, num_threads, device)
         task = dataclasses.replace(task, env=dict(env or {}), through_excepthook=through_excepthook)
         tasks = [dataclasses.replace(task, rank=rank) for rank in range(world_size)]
         deadline = time.monotonic() + timeout_s
@@ -301,13 +308,14 @@ def _run(task: _Task) -> Any:
 
     if task.num_threads is not None:
         torch.set_num_threads(task.num_threads)
+    backend = _backend_for(task.device)
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
     if task.process_group:
         store = dist.FileStore(str(Path(task.directory) / "store"), task.world_size)
         timeout = timedelta(seconds=task.timeout_s + GROUP_TIMEOUT_MARGIN_S)
-        dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.world_size, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=task.rank, world_size=task.world_size, timeout=timeout)
         # a body may end before a peer has connected
         store.set(f"connected-{task.rank}", "yes")
         store.wait([f"connected-{peer}" for peer in range(task.world_size)])
@@ -315,6 +323,16 @@ def _run(task: _Task) -> Any:
         return task.body(task.rank, task.world_size, **task.kwargs)
     finally:
         _require_no_contradictions()
+
+
+def _backend_for(device: str) -> str:
+    if device == SIMULATED:
+        from tests.device import simulated_cuda, staged
+
+        simulated_cuda.activate()
+        staged.register()
+        return f"cpu:gloo,cuda:{staged.NAME}"
+    return "cpu:gloo,cuda:nccl" if device == REAL else "gloo"
 
 
 def _require_no_contradictions() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 
 from ddp_nanguard.distributed.group import RankGroup
 from ddp_nanguard.report.types import MAX_RANKS_LISTED, MAX_SITES, InlineCode, Site
@@ -72,11 +73,10 @@ def exchange_sites(ranks: RankGroup, fault: RankFault, step: int) -> JobFault:
 
 
 def _exchanged(ranks: RankGroup, fault: RankFault, step: int) -> JobFault:
-    keyed = [(ranked.key(ranks.index, step), _site_text(ranked.site)) for ranked in fault.sites[:MAX_SITES]]
-    texts = ranks.fault_group.earliest_texts(keyed, MAX_SITES, _SITE_BYTES)
+    texts = ranks.fault_group.earliest_texts(_keyed(ranks, fault, step), MAX_SITES, _SITE_BYTES)
     nonfinite_state = ranks.fault_group.earliest_texts(_in_order(ranks, fault.nonfinite_state), MAX_SITES, _NAME_BYTES)
     unchecked = ranks.fault_group.earliest_texts(_in_order(ranks, fault.unchecked), MAX_SITES, _SITE_BYTES)
-    holders, affected = ranks.ranks_where(fault.holds_reduced, any(not ranked.low_confidence for ranked in fault.sites))
+    holders, affected = ranks.ranks_where(fault.holds_reduced, _is_affected(fault))
     return JobFault(
         sites=tuple(Site.from_dict(json.loads(text)) for text in texts),
         nonfinite_state=tuple(dict.fromkeys(nonfinite_state)),
@@ -85,6 +85,86 @@ def _exchanged(ranks: RankGroup, fault: RankFault, step: int) -> JobFault:
         num_affected=len(affected),
         unchecked=tuple(dict.fromkeys(unchecked)),
     )
+
+
+# -- without a collective ----------------------------------------------------------------------------------------------
+
+_MAX_POSTED = 16
+"""Sites, names and phrases that a rank posts; the earliest are what counts."""
+
+
+@dataclass(frozen=True)
+class Posted:
+    """What one rank tells the others where no collective is possible, see [Note: who tells whom].
+
+    Attributes:
+        step: that it was in.
+        keyed: its earliest sites with their places in the causal order of all ranks.
+        nonfinite_state, holds_reduced, unchecked, is_affected: as in `RankFault` and `JobFault`.
+        raised: name of the exception that its own code raised; "" where it heard of a peer's.
+        cause: the reason that it has for its own first site, "" without one.
+    """
+
+    step: int
+    keyed: list[tuple[int, str]]
+    nonfinite_state: list[str]
+    holds_reduced: bool
+    unchecked: list[str]
+    is_affected: bool
+    raised: str
+    cause: str
+
+    @classmethod
+    def of(cls, ranks: RankGroup, fault: RankFault, step: int, raised: str, cause: str) -> Posted:
+        """What this rank has to tell."""
+        return cls(
+            step,
+            _keyed(ranks, fault, step)[:_MAX_POSTED],
+            fault.nonfinite_state[:_MAX_POSTED],
+            fault.holds_reduced,
+            fault.unchecked[:_MAX_POSTED],
+            _is_affected(fault),
+            raised,
+            cause,
+        )
+
+    def to_text(self) -> str:
+        """As JSON, for the store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> Posted:
+        """What `to_text` of this or another rank gave."""
+        data = json.loads(text)
+        return cls(**{**data, "keyed": [(key, site) for key, site in data["keyed"]]})
+
+
+def merged(members: Sequence[int], posted: Mapping[int, Posted]) -> JobFault:
+    """What ranks know together that have read from each other; the same on all of them.
+
+    Args:
+        members: global ranks, in the group's order.
+        posted: by position in the group; of ranks in the same step.
+    """
+    keyed = sorted(pair for each in posted.values() for pair in each.keyed)
+    holders = [members[index] for index, each in sorted(posted.items()) if each.holds_reduced]
+    affected = [members[index] for index, each in sorted(posted.items()) if each.is_affected]
+    return JobFault(
+        sites=tuple(Site.from_dict(json.loads(text)) for _, text in keyed[:MAX_SITES]),
+        nonfinite_state=tuple(dict.fromkeys(name for each in posted.values() for name in each.nonfinite_state)),
+        holders=tuple(holders[:MAX_RANKS_LISTED]),
+        affected=tuple(affected[:MAX_RANKS_LISTED]),
+        num_affected=len(affected),
+        unchecked=tuple(dict.fromkeys(phrase for each in posted.values() for phrase in each.unchecked)),
+    )
+
+
+def _keyed(ranks: RankGroup, fault: RankFault, step: int) -> list[tuple[int, str]]:
+    return [(ranked.key(ranks.index, step), _site_text(ranked.site)) for ranked in fault.sites[:MAX_SITES]]
+
+
+def _is_affected(fault: RankFault) -> bool:
+    return any(not ranked.low_confidence for ranked in fault.sites)
 
 
 def _in_order(ranks: RankGroup, texts: list[str]) -> list[tuple[int, str]]:

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from ddp_nanguard.probes.backward import GradientHook
 from ddp_nanguard.probes.calls import ModuleCall, TensorRecord
-from ddp_nanguard.probes.slots import SlotRole, SlotStats, is_clean
+from ddp_nanguard.probes.slot_roles import SlotRole
+from ddp_nanguard.probes.slots import SlotStats, is_clean
 from ddp_nanguard.probes.sources import KnownNonFinite, LossSource
 from ddp_nanguard.report.types import Evidence, InlineCode, Phase, Site
 from ddp_nanguard.report.wording import layer_text

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import Tensor, nn
 
 from ddp_nanguard.capture.record import StepRecord
@@ -67,13 +66,14 @@ def rescan(context: GuardContext, record: StepRecord) -> RankFindings:
 
     Host sync: one per tensor. No collective.
     """
-    # copies of batches to pinned host memory run asynchronously and must have arrived
-    if context.device.type == "cuda":
-        torch.cuda.synchronize(context.device)
-    context.flush_compiled()
-    # a backward that raised has left pending gradients behind, which no callback of the engine flushes any more
-    context.gradient.flush_pending()
-    recorded = record.slots.slot_stats()
+    if not context.reach.answers:
+        return RankFindings([], [], NonFiniteState(), [], False, False, False)
+    record.window.wait_for_copies()
+    if context.reach.up_to is None:
+        context.flush_compiled()
+        # a backward that raised has left pending gradients behind, which no callback of the engine flushes any more
+        context.gradient.flush_pending()
+    recorded = [stats for stats in record.slots.slot_stats() if context.reach.covers(stats.order)]
     # from here on everything is read from objects of the job, in which the step may have left anything
     attempt, unconfirmed = context.undone.attempt, Confirmed(list(recorded), False, set())
     confirmed = attempt("norms were not confirmed", lambda: confirm(context, record, recorded), unconfirmed)
@@ -95,7 +95,7 @@ def rescan(context: GuardContext, record: StepRecord) -> RankFindings:
 
 
 def _has_bad_gradients(context: GuardContext, record: StepRecord) -> bool:
-    return any(kind_in(gradient) for _, gradient in _gradients(context, record))
+    return context.reach.up_to is None and any(kind_in(gradient) for _, gradient in _gradients(context, record))
 
 
 def _nonfinite_state(context: GuardContext, window: AccumulationWindow, slot_stats: list[SlotStats]) -> NonFiniteState:
@@ -240,7 +240,8 @@ def _batch_findings(micro_batches: list[MicroBatch]) -> list[NonFiniteTensor]:
 
 
 def _batches(context: GuardContext, micro_batches: list[MicroBatch]) -> list[NonFiniteTensor]:
-    return _batch_findings(micro_batches) if Phase.INPUT in context.config.watched else []
+    is_read = Phase.INPUT in context.config.watched and context.reach.answers
+    return _batch_findings(micro_batches) if is_read else []
 
 
 def _of_the_step(record: StepRecord, findings: RankFindings) -> NonFiniteState:
@@ -264,7 +265,8 @@ def blame_input(context: GuardContext, record: StepRecord, findings: RankFinding
     # items that the step has changed in place must be known before batches are searched: theirs is not the loader's NaN
     context.undone.attempt("changed batches were not looked for", record.window.record_modified, None)
     micro_batches, attempt = record.window.micro_batches, context.undone.attempt
-    known = [context.known_nonfinite, *(known_nonfinite(past.slot_stats()) for past in context.slots.past())]
+    past_steps = context.slots.past() if context.reach.answers else []
+    known = [context.known_nonfinite, *(known_nonfinite(past.slot_stats()) for past in past_steps)]
     return BlameInput(
         rank=context.ranks.rank,
         step=record.step,

@@ -13,7 +13,7 @@ from ddp_nanguard.report.audit import contradictions, settled
 from ddp_nanguard.report.types import FaultReport, Phase, Site
 
 from . import local_sites
-from .exchange import RankFault, exchange_sites
+from .exchange import JobFault, RankFault, exchange_sites
 from .inspect import RankFindings, blame_input
 from .view import RankedSite
 
@@ -63,11 +63,33 @@ def shared_report(
     context: GuardContext, record: StepRecord, findings: RankFindings, cause: str, let_through: int | None = None
 ) -> FaultReport:
     """As `report_of`, from sites that are filled in already."""
-    shared = exchange_sites(context.ranks, _rank_fault(context, record, findings), record.step)
+    shared = exchange_sites(context.ranks, rank_fault(context, record, findings), record.step)
     # read after the exchange: that is where peers are found to be lost
     is_single = context.ranks.peers_lost
-    sites = _single_rank_sites(shared.sites) if is_single else _without_victims(shared.sites)
-    sites = _not_told_apart(sites, shared.num_affected)
+    silent = f"peers were not asked or did not answer: this is rank {context.ranks.rank}'s own view"
+    return report_from(context, record, shared, cause, let_through, silent if is_single else "")
+
+
+def report_from(
+    context: GuardContext,
+    record: StepRecord,
+    shared: JobFault,
+    cause: str,
+    let_through: int | None = None,
+    silent: str = "",
+) -> FaultReport:
+    """The report of what ranks know together.
+
+    Args:
+        context: of the guard.
+        record: of the step.
+        shared: what they know.
+        cause, let_through: as in `report_of`.
+        silent: who of them was not heard, in words; "" where all were.
+    """
+    is_single = bool(silent)
+    sites = _without_victims(shared.sites)
+    sites = _not_told_apart(_single_rank_sites(sites) if is_single else sites, shared.num_affected)
     origin = sites[0] if sites else None
     is_reduce = origin is not None and origin.phase is Phase.REDUCE
     report = FaultReport(
@@ -83,12 +105,13 @@ def shared_report(
         nonfinite_state=shared.nonfinite_state,
         unchecked=shared.unchecked,
         single_rank_view=is_single,
-        notes=_notes(context),
+        notes=(*_notes(context), *filter(None, [silent])),
     )
     return settled(report, contradictions(report))
 
 
-def _rank_fault(context: GuardContext, record: StepRecord, findings: RankFindings) -> RankFault:
+def rank_fault(context: GuardContext, record: StepRecord, findings: RankFindings) -> RankFault:
+    """What this rank brings to the fault round; its sites are filled in."""
     reduced_bad = any(ranked.site.phase is Phase.REDUCE for ranked in findings.sites)
     return RankFault(
         findings.sites, findings.nonfinite_state.lasting(), reduced_bad, not_checked(context, record, findings)
@@ -110,8 +133,6 @@ def _notes(context: GuardContext) -> tuple[str, ...]:
         notes.append(f"{ENV_INJECT} plants a fault in this job: {context.injection}")
     if context.legal_text:
         notes.append(f"non-finite before anything went wrong, which is no fault by itself: {context.legal_text}")
-    if context.ranks.peers_lost:
-        notes.append(f"peers were not asked or did not answer: this is rank {context.ranks.rank}'s own view")
     return tuple(notes)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from ddp_nanguard.probes.calls import TensorRecord
+from ddp_nanguard.probes.sources import LossSource
+from ddp_nanguard.probes.state import StateSource
 from ddp_nanguard.report.types import Phase, Site
 
 from .view import LAST_MICRO_BATCH, BlameInput, NonFiniteTensor, RankedSite, WorstKinds
@@ -11,8 +13,11 @@ from .view import LAST_MICRO_BATCH, BlameInput, NonFiniteTensor, RankedSite, Wor
 def state_sites(blame_input: BlameInput) -> list[RankedSite]:
     """Sites of state that was bad when the window began, or at the latest when its layer first ran in it.
 
-    What the last update made bad belongs to the step before, phase ``optimizer``, and so comes before all else.
+    What the last update made bad belongs to the step before, phase ``optimizer``, and so comes before all else. None
+    where the step was replayed: all its state was looked at when it had ended.
     """
+    if _was_replayed(blame_input):
+        return []
     early, _ = _changed_in_window(blame_input)
     sites = [
         # the update of the step before made it, though only this step's verdict shows it
@@ -35,7 +40,9 @@ def late_sites(blame_input: BlameInput) -> list[RankedSite]:
     That is gradients after the reduce and as the loop changed them, state whose layer had run well before, buffers that
     the forwards wrote, and hyper-parameters.
     """
-    _, late = _changed_in_window(blame_input)
+    early, late = _changed_in_window(blame_input)
+    if _was_replayed(blame_input):
+        late = [*blame_input.nonfinite_state.before, *early, *late]
     written = [*late, *blame_input.nonfinite_state.buffers]
     sites = [_site(blame_input, f, Phase.REDUCE, blame_input.step, n) for n, f in enumerate(blame_input.reduced)]
     sites += [_site(blame_input, f, Phase.LOOP, blame_input.step, n) for n, f in enumerate(blame_input.changed)]
@@ -66,6 +73,16 @@ def _changed_in_window(blame_input: BlameInput) -> tuple[list[NonFiniteTensor], 
         if blame_input.owner_of(bad_tensor.name) not in ran_well
     ]
     return early, [bad_tensor for bad_tensor in blame_input.nonfinite_state.since if bad_tensor not in early]
+
+
+def _was_replayed(blame_input: BlameInput) -> bool:
+    """Whether all that was seen of the step is its loss and what it left behind: it was replayed from a graph."""
+    sources = [stats.source for stats in blame_input.slot_stats]
+    looked_at_weights = any(
+        isinstance(s, StateSource) and (s.kind, s.when) == ("parameter", "written") for s in sources
+    )
+    has_loss = any(isinstance(source, LossSource) for source in sources)
+    return looked_at_weights and has_loss and not any(isinstance(source, TensorRecord) for source in sources)
 
 
 def _site(

@@ -19,7 +19,8 @@ from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.context import GuardContext
 from ddp_nanguard.probes.gradient import GradientSource
 from ddp_nanguard.probes.severity import NORM_OVERFLOWS_AT, Severity
-from ddp_nanguard.probes.slots import SlotRole, SlotStats, is_clean
+from ddp_nanguard.probes.slot_roles import SlotRole
+from ddp_nanguard.probes.slots import SlotStats, is_clean
 from ddp_nanguard.report.messages import log_line
 from ddp_nanguard.report.types import FaultReport, Phase
 from ddp_nanguard.report.wording import listed
@@ -172,7 +173,10 @@ class Triage:
 
     def report(self, record: StepRecord, findings: RankFindings, cause: str) -> FaultReport:
         """The report of a step, the same on all ranks. Collective: the fault round, on the fault group."""
-        report = report_of(self._context, record, findings, cause, self.let_through)
+        return self.noted(report_of(self._context, record, findings, cause, self.let_through))
+
+    def noted(self, report: FaultReport) -> FaultReport:
+        """The report with the option that would let such state pass, where it may be so on purpose."""
         name = self._maybe_on_purpose(report)
         remedy = () if name is None else (f"if {name} is infinite on purpose: ignore=[{name!r}]",)
         return replace(report, notes=(*report.notes, *remedy))

@@ -89,6 +89,7 @@ class AccumulationWindow:
         self.reduced_micro_batches: set[int] = set()
         self._keep_tensor = _to_host if hold == "host" else (_clone if copy_batch else _same)
         self._versions: list[list[tuple[tuple[Any, ...], Tensor, int]]] = []
+        self._copies_under_way: list[torch.Event] = []
 
         # - Copies of the buffers. Their memory stays from window to window, so a flag says whether they are valid
         self._buffers: dict[str, Tensor] = {}
@@ -186,6 +187,12 @@ class AccumulationWindow:
         for micro_batch, versions in zip(self.micro_batches, self._versions, strict=True):
             changed = [path for path, tensor, version in versions if _version(tensor) != version]
             micro_batch.modified = [path_text(path) for path in changed]
+
+    def wait_for_copies(self) -> None:
+        """Wait until the copies of batches that ``hold="host"`` makes are there. Host sync: one where there are any."""
+        for event in self._copies_under_way:
+            event.synchronize()
+        self._copies_under_way = []
 
     def clear(self) -> None:
         """Forget the window; the memory of the buffers' copies stays for the next one."""

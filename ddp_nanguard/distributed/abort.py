@@ -1,15 +1,17 @@
 """How a rank that raised on its own tells its peers.
 
 [Note: who tells whom]
-A rank whose own code raised cannot reach a collective any more, and its peers wait in one. It writes its local part,
-sets a key in the store and ends; a thread on every rank polls that key, so that each peer learns of it within a few
-seconds whatever its main thread waits for, writes its own local part and ends too.
+A rank whose own code raised cannot reach a collective any more, and its peers wait in one. It sets a key in the store;
+a thread on every rank polls that key, so that each peer learns of it within a few seconds whatever its main thread
+waits for. Each leaves in the store what it saw, reads what its peers saw, as far as that comes within the time that
+they may take to hear of it, writes its own local part and ends. So all tell the same, though none can communicate.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -58,6 +60,7 @@ class AbortSignal:
         self._stop = threading.Event()
         # often enough that a peer ends well within timeout_s, seldom enough that many ranks are no load on the store
         interval_s = min(max(timeout_s / 20, 0.2), 5.0)
+        self._answers_within_s = min(3 * interval_s + 1.0, timeout_s)
         watch = DeadlockWatch(self._store, self._key, group, dist.get_rank(group), timeout_s)
         told = weakref.WeakMethod(on_set), weakref.WeakMethod(on_deadlock)
         arguments = (self._stop, self._store, self._key, interval_s, watch, *told)
@@ -67,11 +70,15 @@ class AbortSignal:
         self._close = weakref.finalize(self, _end_thread, self._stop, thread, 10 * interval_s)
 
     def set(self, text: str) -> None:
-        """Tell the peers, unless one of them has done so already."""
+        """Tell the peers, unless one of them has done so already.
+
+        Args:
+            text: what this rank did, to follow "rank R".
+        """
         self._stop.set()  # this rank's own thread need not hear of it
         try:
             if not self._store.check([self._key]):
-                self._store.set(self._key, f"rank {self._rank}: {text}"[:500])
+                self._store.set(self._key, f"rank {self._rank} {text}"[:500])
         except RuntimeError as error:
             _log.warning("peers could not be told: %s", error)
 
@@ -84,11 +91,33 @@ class AbortSignal:
 
     def wait(self, seconds: float) -> bool:
         """Whether a rank raises on its own within so many seconds."""
+        return self._comes(self._key, seconds)
+
+    def _comes(self, key: str, seconds: float) -> bool:
         try:
-            self._store.wait([self._key], timedelta(seconds=seconds))
+            self._store.wait([key], timedelta(seconds=max(seconds, 0.01)))  # 0 would be without end
         except RuntimeError:  # of the timeout, or the store is gone
             return False
         return True
+
+    def meet(self, index: int, seen: str) -> dict[int, str]:
+        """What each rank saw, by its position in the group; of this rank, and of the peers that answer soon enough.
+
+        Args:
+            index: position of this rank.
+            seen: what it saw.
+        """
+        keys = [f"{self._key}/saw/{peer}" for peer in range(self._num_ranks)]
+        deadline = time.monotonic() + self._answers_within_s
+        found = {index: seen}
+        try:
+            self._store.set(keys[index], seen)
+            for peer in (peer for peer in range(self._num_ranks) if peer != index):
+                if self._comes(keys[peer], deadline - time.monotonic()):
+                    found[peer] = self._store.get(keys[peer]).decode(errors="replace")
+        except RuntimeError as error:
+            _log.warning("peers could not be asked: %s", error)
+        return found
 
     def wait_for_all(self) -> None:
         """Wait until all ranks have written their part, at most ``timeout_s``: the first exit ends the others.

@@ -48,7 +48,7 @@ class FaultGroup:
         PeersLostError: any of its methods that communicates, see [Note: a lost peer].
     """
 
-    why_alone = "no peer could be reached"
+    why_alone = "no collective was possible any more"
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ddp_nanguard.errors import OutOfStepError
 from ddp_nanguard.probes.severity import Severity
+from ddp_nanguard.tensors.accelerator import copy_for_later
 
 _LOWEST = -(1 << 63)
 _STEPS, _GUARDS = 64, 256  # numbers modulo these: ranks that are so far apart have met before
@@ -140,18 +141,15 @@ class Verdict:
         self._payload = payload
         self._ballot = ballot
         self._host: Tensor | None = None
-        self._arrival: torch.cuda.Event | None = None
+        self._arrival: torch.Event | None = None
 
     def as_found_inf(self, severity: int) -> Tensor:
         """1.0 where the verdict is as severe, else 0.0; float32, shape (), on the device.
 
         A copy of the payload sets out for the host, to be read later without a wait. Host sync: none.
         """
-        if self._payload.is_cuda:
-            self._host = torch.empty_like(self._payload, device="cpu", pin_memory=True)
-            self._host.copy_(self._payload, non_blocking=True)
-            self._arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's own
-            self._arrival.record()
+        if self._payload.device.type != "cpu":
+            self._host, self._arrival = copy_for_later(self._payload)
         clean, _ = self._ballot.tag.words(False)
         return (self._payload[0] >= clean + _UNIT * severity).to(torch.float32)
 

@@ -15,7 +15,6 @@ from ddp_nanguard.context import GuardContext
 from ddp_nanguard.distributed.abort import AbortSignal
 from ddp_nanguard.distributed.exit import exit_process
 from ddp_nanguard.errors import OutOfStepError
-from ddp_nanguard.report.messages import log_line
 from ddp_nanguard.report.types import RAISED
 
 from .policy import FaultPolicy
@@ -59,20 +58,25 @@ class SingleRankExit:
         is_told = not record.is_current or (self._abort is not None and self._abort.is_set())
         if not is_told and not self._policy.has_findings(record, error) and not self._hears_of_peer():
             return None
-        report = self._policy.dump_single_rank(record, f"this rank raised {type(error).__name__} {RAISED}")
+        name = type(error).__name__
+        if self._abort is not None:  # peers look at their own step at once, so that each can tell what all saw
+            self._abort.set(f"raised {name} {RAISED}")
+        report = self._policy.dump_single_rank(record, name, self._meet)
         if report is None:  # the other thread is at it, and ends the process when it has done
             time.sleep(self._context.config.timeout_s)
         elif self._abort is not None:
-            self._abort.set(log_line(report))
             self._abort.wait_for_all()
         return self._context.config.exit_code
+
+    def _meet(self, index: int, seen: str) -> dict[int, str]:
+        return {index: seen} if self._abort is None else self._abort.meet(index, seen)
 
     def _hears_of_peer(self) -> bool:
         return self._abort is not None and self._abort.wait(PEER_GRACE_S)
 
     def _on_abort(self, text: str) -> None:
         """A peer has raised, and this rank's main thread may wait for it for ever. Runs on the polling thread."""
-        if self._abort is not None and self._policy.dump_with_peer(self._record(), text):
+        if self._abort is not None and self._policy.dump_with_peer(self._record(), text, self._meet):
             self._abort.wait_for_all()
             exit_process(self._context.config.exit_code)
 

@@ -44,6 +44,13 @@ def explained(
     return replace(report, cause=f"{text}; {cause}" if cause else text) if text else report
 
 
+def own_reason(context: GuardContext, record: StepRecord, findings: RankFindings, view: FaultReport) -> str:
+    """The reason that this rank has for its own view, "" where no rule has one. Collective: none. Host sync: many."""
+    origin = view.origin
+    is_mine = origin is not None and origin.phase is not Phase.REDUCE and origin.rank == context.ranks.rank
+    return _answer(context, record, findings, view) if is_mine else ""
+
+
 def known_before(context: GuardContext, findings: RankFindings) -> dict[str, Any]:
     """What the rules are told of this rank beside its trace. Host sync: many."""
 

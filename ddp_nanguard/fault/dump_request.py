@@ -31,7 +31,8 @@ from ddp_nanguard.errors import line_of
 from ddp_nanguard.inject.injection import fired_injections
 from ddp_nanguard.probes.gradient import GradientSource
 from ddp_nanguard.probes.slot_keys import keyed_slots
-from ddp_nanguard.probes.slots import SlotRole, SlotStats
+from ddp_nanguard.probes.slot_roles import SlotRole
+from ddp_nanguard.probes.slots import SlotStats
 from ddp_nanguard.probes.sources import LossSource
 from ddp_nanguard.probes.state import state_of
 from ddp_nanguard.report.types import MAX_SITES, FaultReport, Phase
@@ -53,8 +54,9 @@ def dump_request(context: GuardContext, record: StepRecord, findings: RankFindin
         report: what all ranks say.
     """
     attempt = context.undone.attempt
-    state, special = _state(context, record)
-    window = record.window.micro_batches
+    answers = context.reach.answers
+    state, special = _state(context, record) if answers else ([], {})
+    window = record.window.micro_batches if answers else [_on_host(m) for m in record.window.micro_batches]
     for micro_batch in window:
         micro_batch.scaler = record.scaler_state()
     return DumpRequest(
@@ -68,7 +70,9 @@ def dump_request(context: GuardContext, record: StepRecord, findings: RankFindin
         state=state,
         shapes=_shapes(context, state),
         aliases=_aliases(context),
-        plain_state=attempt("dump: plain state is left out", lambda: plain_state(context, record), no_plain_state()),
+        plain_state=attempt("dump: plain state is left out", lambda: plain_state(context, record), no_plain_state())
+        if answers
+        else no_plain_state(),
         special=special,
         shard_index=context.wrapper.shard_index,
         num_shards=context.wrapper.num_shards,
@@ -77,8 +81,8 @@ def dump_request(context: GuardContext, record: StepRecord, findings: RankFindin
         window=attempt("dump: batches are left out", lambda: [_redacted(m) for m in window], [])
         if context.config.redact
         else window,
-        buffers={**dict(context.wrapper.named_buffers()), **record.window.buffers()},
-        history=history_of(context, record.slots.slot_stats()),
+        buffers={**dict(context.wrapper.named_buffers()), **record.window.buffers()} if answers else {},
+        history=history_of(context, findings.slot_stats),
         recipe=context.recipe,
         damaged={f"model.{name}" for name in findings.nonfinite_state.lasting()},
         run_id=run_id(),
@@ -95,6 +99,12 @@ def _redacted(micro_batch: MicroBatch) -> MicroBatch:
     named = {path_text(path): tensor for path, tensor in named_tensors_in(micro_batch.batch)}
     described = {path: {"shape": list(t.shape), "dtype": dtype_name(t.dtype)} for path, t in named.items()}
     return replace(micro_batch, batch={"redacted": described})
+
+
+def _on_host(micro_batch: MicroBatch) -> MicroBatch:
+    """The micro-batch, described where it lies on a device that does not answer."""
+    tensors = [tensor for _, tensor in named_tensors_in(micro_batch.batch)]
+    return micro_batch if all(tensor.device.type == "cpu" for tensor in tensors) else _redacted(micro_batch)
 
 
 def run_id() -> str:
@@ -247,7 +257,7 @@ def dtypes_of(context: GuardContext) -> dict[str, str]:
 def history_of(context: GuardContext, slots_now: list[SlotStats]) -> dict[str, np.ndarray[Any, Any]]:
     """Slots of the last steps and of this one: ``step.<n>.labels`` (text), ``step.<n>.values`` (min, max)."""
     arrays: dict[str, np.ndarray[Any, Any]] = {}
-    steps = [(past.step, past.slot_stats()) for past in context.slots.past()]
+    steps = [(past.step, past.slot_stats()) for past in context.slots.past()] if context.reach.answers else []
     for step, slot_stats in steps:
         _add_slots(arrays, step_prefix(step), slot_stats)
     _add_slots(arrays, FAULT, slots_now)

@@ -35,6 +35,7 @@ from ddp_nanguard.wrappers.grad_scaler import ScalerSnapshot
 
 from .cause import explained, known_before, told_why
 from .dump_request import dump_request
+from .unheard import Meet, report_without_collective
 
 _log = logging.getLogger(__name__)
 
@@ -335,8 +336,12 @@ class FaultPolicy:
             _say(logging.ERROR, f"slots cannot be read any more: {line_of(error)}")
             return False
 
-    def dump_single_rank(self, record: StepRecord, cause: str) -> FaultReport | None:
-        """Write this rank's part without any collective; the log line first.
+    def dump_single_rank(self, record: StepRecord, raised: str, meet: Meet) -> FaultReport | None:
+        """Write this rank's part without any collective; the log line first, and at last the text of the fault.
+
+        Args:
+            record: of the step.
+            raised, meet: as in `report_without_collective`.
 
         Returns:
             None where another thread is handling a fault.
@@ -346,15 +351,16 @@ class FaultPolicy:
         self.context.ranks.peers_lost = True  # from here on no question is asked of any peer
         with torch.no_grad():
             findings = rescan(self.context, record)
-            report = self.triage.report(record, findings, cause)
+            report = self.triage.noted(report_without_collective(self.context, record, findings, raised, meet))
             _say(logging.ERROR, log_line(report))
-            report = explained(self.context, record, findings, report, cause)
-            return self._dumped(report, findings, record)
+            report = self._dumped(report, findings, record)
+            _say(logging.ERROR, self._text(report))
+            return report
 
-    def dump_with_peer(self, record: StepRecord, text: str) -> bool:
+    def dump_with_peer(self, record: StepRecord, text: str, meet: Meet) -> bool:
         """Write this rank's part after a peer has raised; False where the main thread is handling a fault itself."""
-        _say(logging.ERROR, f"a peer raised on its own; this rank writes its part and ends: {text}")
-        return self.dump_single_rank(record, f"ended with a peer: {text}") is not None
+        _say(logging.ERROR, f"{text}: this rank writes its part of the dump and ends too")
+        return self.dump_single_rank(record, "", meet) is not None
 
 
 def _say(level: int, text: str) -> None:

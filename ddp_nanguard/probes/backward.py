@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from .calls import ModuleCall, TensorRecord
-from .slots import SlotBuffer, SlotRole
+from .slot_roles import SlotRole
+from .slots import SlotBuffer
 
 
 class BackwardProbe:
@@ -64,8 +65,11 @@ class BackwardProbe:
     def enter(self) -> None:
         """Note that a backward pass is running, and queue the callbacks that tell its end.
 
-        To be called from inside the pass by the first hook that runs, or by all: later calls queue nothing.
+        To be called from inside the pass by the first hook that runs, or by all: later calls queue nothing. Nor does
+        one whose pass is being captured into a graph: `is_entered` stays False.
         """
+        if self.slots.is_capturing():
+            return
         self.ran = True
         self.on_begin()
         if not self.is_entered:
@@ -116,6 +120,8 @@ class GradientHook:
             return
         if not (probe.is_entered and probe.ran):
             probe.enter()
+            if not probe.is_entered:
+                return
         probe.slots.reduce(SlotRole.EVIDENCE, gradient, self)
 
     @property

@@ -18,7 +18,8 @@ from ddp_nanguard.tensors.minmax import kind_of
 from .backward import GradientHook
 from .calls import ModuleCall, TensorRecord
 from .compiled import Accumulated, CompiledSource
-from .slots import SlotRole, SlotStats
+from .slot_roles import SlotRole
+from .slots import SlotStats
 
 Rows = dict[str, dict[Accumulated, SlotStats]]
 """By layer, its slots of one micro-batch; a layer that did not run has none."""

@@ -31,7 +31,8 @@ from .module_hooks import (
     TracedBeforeHook,
 )
 from .recomputation import Recomputation
-from .slots import SlotBuffer, SlotRole
+from .slot_roles import SlotRole
+from .slots import SlotBuffer
 
 
 class ForwardProbe:
@@ -245,7 +246,7 @@ class ForwardProbe:
     def root_begins(self) -> None:
         """Tell that the root's forward begins; all that is done at a module where none is watched."""
         if torch.is_grad_enabled():
-            if not in_backward():
+            if not in_backward() and not self.slots.is_capturing():
                 self.on_root()
         else:
             self.on_idle()
@@ -273,6 +274,8 @@ class ForwardProbe:
         if not stack:
             if not has_grad:
                 self.on_idle()
+                return
+            if self.slots.is_capturing():
                 return
             if layer == "":
                 self.on_root()
@@ -319,6 +322,8 @@ class ForwardProbe:
         record = self._records.get(id(tensor))
         if record is None or not record.is_still(tensor):
             record = self._record(call, tensor, "input", SlotRole.EVIDENCE)
+        elif record.order is None:  # it may have been in flight
+            record.order = self.slots.reduce(SlotRole.EVIDENCE, tensor, record)
         if not record.is_watched:
             self._watch_gradient(record, tensor)
         record.consumers.append(call)

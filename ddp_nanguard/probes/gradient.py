@@ -25,7 +25,8 @@ from ddp_nanguard.tensors.minmax import is_plain
 from .backward import BackwardProbe
 from .calls import version_of
 from .screens import Screen, ScreenCache
-from .slots import SlotBuffer, SlotRole
+from .slot_roles import SlotRole
+from .slots import SlotBuffer
 
 _current_graph_task = torch._C._current_graph_task_id
 _PLAIN = frozenset((Tensor,))
@@ -143,6 +144,8 @@ class GradientProbe:
         backward, slots = self.backward, self.slots
         if not (backward.is_entered and backward.ran):
             backward.enter()
+            if not backward.is_entered:
+                return
         can_wait = gradient.layout is torch.strided and (self._pending_bytes is None or self._has_room(gradient))
         if not can_wait or _current_graph_task() != backward.graph_task:
             self._probe_now(name, gradient)

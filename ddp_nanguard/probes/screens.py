@@ -10,6 +10,7 @@ same ones alone and beside others: a norm over the rows of a matrix is that of e
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from operator import itemgetter
@@ -20,12 +21,14 @@ from torch import Tensor
 
 from ddp_nanguard.tensors.minmax import is_plain
 
-from .slots import SlotBuffer, SlotGroup, SlotRole
+from .slot_pages import SlotGroup
+from .slot_roles import SlotRole
+from .slots import SlotBuffer
 
 ROW_SIZE, MIN_ROWS = 4096, 8
 """On a CPU, so many tensors of one shape, of up to so many elements, are copied side by side and reduced as rows."""
 LARGE = 2**20
-"""On CUDA tensors from this size on fill the device alone, and ``aminmax`` reads them faster."""
+"""On an accelerator tensors from this size on fill the device alone, and ``aminmax`` reads them faster."""
 _foreach_norm = torch._foreach_norm
 _vector_norm = torch.linalg.vector_norm
 
@@ -43,9 +46,9 @@ def _key(tensor: Tensor, exact: bool) -> _Key | None:
     if not is_plain(tensor):
         return None
     device, dtype, size = tensor.device, tensor.dtype, tensor.numel()
-    if device.type == "cuda":
-        return (device, dtype, None) if size < LARGE else None
-    if device.type != "cpu" or exact:
+    if device.type != "cpu":
+        return (device, dtype, None) if size < LARGE and _norms_tell(device, dtype) else None
+    if exact:
         return None
     if size <= ROW_SIZE:
         return device, dtype, tensor.shape
@@ -53,17 +56,40 @@ def _key(tensor: Tensor, exact: bool) -> _Key | None:
     return None if dtype is torch.float16 else (device, dtype, None)
 
 
+@functools.cache
+def _norms_tell(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether norms on an accelerator are what they have to be, of many tensors in one call.
+
+    Host sync: one, before the first step: a norm that loses a NaN among many tensors was a bug of torch once.
+    """
+    values = [1.0, -2.0, math.nan, math.inf, -math.inf] * 30
+    expected = [1.0, 2.0, math.nan, math.inf, math.inf] * 30
+    tensors = torch.tensor(values, dtype=dtype, device=device).view(-1, 1).expand(-1, 3).contiguous().unbind()
+    try:
+        found = torch.hstack(_foreach_norm(tensors, math.inf, _dtype_of_norms(dtype))).tolist()
+    except (RuntimeError, NotImplementedError, TypeError):
+        return False
+    return all(a == b or (a != a and b != b) for a, b in zip(found, expected, strict=True))
+
+
+def _dtype_of_norms(dtype: torch.dtype) -> torch.dtype:
+    """Of the largest element, on an accelerator: float32 holds those of half precision, so that all share one page."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
 class _Group:
     """Tensors of a screen that are reduced by one call."""
 
     def __init__(self, key: _Key, indices: list[int], roles: list[SlotRole], sources: list[Any]) -> None:
         self.indices = indices
-        self._device, dtype, shape = key
+        self.device, dtype, shape = key
         self._are_rows = shape is not None
         self._roles, self._sources = [roles[i] for i in indices], [sources[i] for i in indices]
+        self._is_on_cpu = self.device.type == "cpu"
         # in its own dtype the norm of float16 is infinite from 65504 on
         self._dtype = torch.float32 if dtype is torch.float16 and self._are_rows else dtype
-        self._order = 2.0 if self._device.type == "cpu" else math.inf
+        if not self._is_on_cpu:
+            self._dtype = _dtype_of_norms(dtype)
         only = indices[0]
         self._pick: Callable[[Any], Any] = itemgetter(*indices) if len(indices) > 1 else lambda them: (them[only],)
         self._is_all = len(indices) == len(sources)
@@ -72,13 +98,14 @@ class _Group:
         """Reduce the group's share of ``tensors`` into slots; raises where a tensor is of another kind by now."""
         if not self._is_all:
             tensors = self._pick(tensors)
-        page = slots.screen_page(self._device, self._dtype)
-        out = page.reserve(len(self.indices))
+        norms = self._norms_on_cpu(tensors) if self._is_on_cpu else _foreach_norm(tensors, math.inf, self._dtype)
+        group = SlotGroup(orders, None if self._is_all else self.indices, self._roles, self._sources)
+        slots.page(self.device, self._dtype).take_norms(norms, group)
+
+    def _norms_on_cpu(self, tensors: Any) -> list[Tensor]:
         if self._are_rows:
-            _vector_norm(torch.stack(tensors).reshape(len(tensors), -1), 2.0, 1, dtype=self._dtype, out=out)
-        else:
-            torch.stack(_foreach_norm(tensors, self._order), out=out)
-        page.take(SlotGroup(orders, None if self._is_all else self.indices, self._roles, self._sources))
+            return [_vector_norm(torch.stack(tensors).reshape(len(tensors), -1), 2.0, 1, dtype=self._dtype)]
+        return [torch.stack(_foreach_norm(tensors, 2.0))]
 
 
 class Screen:
@@ -107,6 +134,8 @@ class Screen:
             tensors: one per source, local to this rank.
             orders: execution orders; default the next ones.
         """
+        if slots.is_capturing():
+            return None
         if torch.is_grad_enabled():  # not so in a backward and at a verdict, and a context takes as long as a kernel
             with torch.no_grad():
                 return self.look(slots, tensors, orders)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .slots import ONE_SIDED, SlotBuffer, SlotPage, SlotRole
+from ddp_nanguard.tensors.accelerator import on_device
+
+from .slot_pages import SlotPage
+from .slot_roles import ONE_SIDED, SlotRole
+from .slots import SlotBuffer
 
 NORM_OVERFLOWS_AT = 1.8e19
 """The square of a larger element is infinite in float32, and so is every norm that contains it."""
@@ -49,10 +54,9 @@ class SeverityReducer:
         self._slots = slots
         self._device = device
         self._has_scaler = has_scaler
-        # Limits are a host-to-device copy, so they are made only when the layout of a page or its number of slots
-        # changes. The second dict keeps those of earlier layouts: loops that alternate between two kinds of steps need
-        # both again and again
-        self._limits: dict[tuple[tuple[SlotPage, int], ...], _Limits] = {}
+        # Limits are a few kernels, so they are made only when the layout of a page or its number of slots changes. The
+        # second dict keeps those of earlier layouts: loops that alternate between two kinds of steps need both again
+        self._limits: dict[tuple[SlotPage, int, int], _Limits] = {}
         self._cached_limits: dict[Any, _Limits] = {}
 
     def severity(self, as_found_inf: Severity) -> Tensor:
@@ -61,10 +65,10 @@ class SeverityReducer:
         Args:
             as_found_inf: the least that it shall be, from what the host knows already, such as a NaN learning rate.
         """
-        reduced = [found for pages in self._alike() if (found := self._limits_of(pages).reduce(pages)) is not None]
+        reduced = [found for page in self._slots.pages() if (found := self._limits_of(page).reduce(page)) is not None]
         if not reduced:
             return torch.full((), int(as_found_inf), dtype=torch.int64, device=self._device)
-        severity = _largest([severity.to(self._device) for severity, _ in reduced])
+        severity = _largest([on_device(severity, self._device) for severity, _ in reduced])
         if self._has_scaler:
             severity = torch.maximum(severity, self._bad_forward([bad for _, bad in reduced]))
         return severity.clamp_min(int(as_found_inf)) if as_found_inf else severity
@@ -73,59 +77,72 @@ class SeverityReducer:
         """FAULT if a gradient and the root's output are both bad, which no scale can heal; else 0. int64, shape ()."""
         flags: dict[SlotRole, Tensor] = {}
         for role in (SlotRole.OUTPUT, SlotRole.GRADIENT):
-            found = [page[role].to(self._device, torch.int64) for page in bad if role in page]
+            found = [on_device(page[role].to(torch.int64), self._device) for page in bad if role in page]
             flags[role] = _largest(found) if found else torch.zeros((), dtype=torch.int64, device=self._device)
         return flags[SlotRole.OUTPUT] * flags[SlotRole.GRADIENT] * int(Severity.FAULT)
 
-    def _alike(self) -> Iterable[list[SlotPage]]:
-        """The pages with slots in use, those of one device and dtype together."""
-        alike: dict[tuple[torch.device, torch.dtype], list[SlotPage]] = {}
-        for page in self._slots.pages():
-            alike.setdefault(page.kind, []).append(page)
-        return alike.values()
-
-    def _limits_of(self, pages: list[SlotPage]) -> _Limits:
-        key = tuple((page, page.used) for page in pages)
-        layouts = [page.layout for page in pages]
+    def _limits_of(self, page: SlotPage) -> _Limits:
+        key = (page, page.judged.used, page.num_norms)
         limits = self._limits.get(key)
-        if limits is None or limits.layouts != layouts:
+        if limits is None or limits.layout != page.layout:
             if len(self._limits) >= _MAX_CACHED_LIMITS:
                 self._limits.clear()
-            limits = self._limits[key] = replace(self._cached(pages), layouts=layouts)
+            limits = self._limits[key] = replace(self._cached(page), layout=page.layout)
         return limits
 
-    def _cached(self, pages: list[SlotPage]) -> _Limits:
-        """The limits for the roles of the pages, made where they are not in the cache yet."""
-        key = (pages[0].kind, *((page.width, tuple(page.roles())) for page in pages))
+    def _cached(self, page: SlotPage) -> _Limits:
+        """The limits for the roles of the page, made where they are not in the cache yet."""
+        roles = page.judged_roles()
+        key = (page.kind, tuple(roles))
         if key not in self._cached_limits:
             if len(self._cached_limits) >= _MAX_CACHED_LIMITS:
                 self._cached_limits.clear()
-            self._cached_limits[key] = self._make_limits(pages)
+            self._cached_limits[key] = self._make_limits(page.kind, roles)
         return self._cached_limits[key]
 
-    def _make_limits(self, pages: list[SlotPage]) -> _Limits:
-        device, kept = pages[0].kind
+    def _make_limits(self, kind: tuple[torch.device, torch.dtype], roles: list[tuple[SlotRole, int]]) -> _Limits:
+        """By kernels that fill memory on the device: the host never waits for one of its copies. See `_Limits`."""
+        device, kept = kind
         # a comparison within one dtype takes half the time; that of half precision is float32 as well
         dtype = torch.float64 if kept is torch.float64 else torch.float32
         # the squares of a norm overflow float64 only beyond 1e154, which is not worth a warning
         warn_role = SlotRole.GRADIENT if kept is not torch.float64 else None
-        # by number, with its sign: of a minimum and a maximum, or of a screen, which has nothing but an upper end
-        numbers = [(role, sign) for page in pages for role in page.roles() for sign in (-1.0, 1.0)[-page.width :]]
-        roles, signs = [role for role, _ in numbers], [sign for _, sign in numbers]
-        bad_from = [self._range(role, torch.finfo(dtype).max)[sign > 0] for role, sign in numbers]
-        warned = [int(Severity.WARN if role is warn_role else Severity.CLEAN) for role in roles]
+        largest = torch.finfo(dtype).max
+        # alike slots in a row: of a minimum and a maximum, or of a screen, which has nothing but an upper end
+        runs = [(role, width, len(list(same))) for (role, width), same in groupby(roles)]
+
+        def row(number: Callable[[SlotRole, bool], float], dtype: torch.dtype) -> Tensor:
+            """``number(role, is_upper)`` for each number of the page, shape (numbers,)."""
+            parts = [
+                _repeated([number(role, end) for end in _ENDS[width]], n, dtype, device) for role, width, n in runs
+            ]
+            return torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=device)
+
         distinguished = (SlotRole.OUTPUT, SlotRole.GRADIENT) if self._has_scaler else ()
+        present = {role for role, _ in roles}
         return _Limits(
-            layouts=[],
-            is_silent=all(role in self._unread() for role in roles),
-            limits=torch.tensor([bad_from, [NORM_OVERFLOWS_AT] * len(roles)], dtype=dtype, device=device),
-            levels=torch.tensor([[int(self._level(role)) for role in roles], warned], dtype=torch.int64, device=device),
+            layout=-1,
+            is_silent=present <= self._unread(),
+            limits=torch.stack(
+                (
+                    row(lambda role, is_upper: self._range(role, largest)[is_upper], dtype),
+                    row(lambda role, is_upper: NORM_OVERFLOWS_AT, dtype),
+                )
+            ),
+            levels=torch.stack(
+                (
+                    row(lambda role, is_upper: int(self._level(role)), torch.int64),
+                    row(
+                        lambda role, is_upper: int(Severity.WARN if role is warn_role else Severity.CLEAN), torch.int64
+                    ),
+                )
+            ),
             clean=torch.zeros((), dtype=torch.int64, device=device),
-            signs=torch.tensor(signs, dtype=dtype, device=device) if -1.0 in signs else None,
+            signs=row(lambda role, is_upper: 1 if is_upper else -1, dtype) if any(w == 2 for _, w in roles) else None,
             masks={
-                role: torch.tensor([other is role for other in roles], dtype=torch.bool, device=device)
+                role: row(lambda other, is_upper, role=role: other is role, torch.bool)  # type: ignore[misc]
                 for role in distinguished
-                if role in roles
+                if role in present
             },
         )
 
@@ -161,11 +178,11 @@ class SeverityReducer:
 
 @dataclass(frozen=True)
 class _Limits:
-    """What the slots of pages of one device and dtype are compared with, number by number.
+    """What the slots of a page that are judged are compared with, number by number.
 
     Attributes:
-        layouts: of the pages when these were made; others make them stale.
-        is_silent: whether no role on the pages can change the verdict.
+        layout: of the page when these were made; another makes them stale.
+        is_silent: whether no role on the page can change the verdict.
         limits: shape (2, numbers): beyond the first a number is bad, beyond the second worth a warning.
         levels: int64, shape (2, numbers): the severity of a number beyond that limit.
         clean: int64, shape (): the severity of any other.
@@ -174,7 +191,7 @@ class _Limits:
         masks: by role that the verdict needs apart, the numbers that have it; bool, shape (numbers,).
     """
 
-    layouts: list[int]
+    layout: int
     is_silent: bool
     limits: Tensor
     levels: Tensor
@@ -182,18 +199,28 @@ class _Limits:
     signs: Tensor | None
     masks: dict[SlotRole, Tensor]
 
-    def reduce(self, pages: list[SlotPage]) -> tuple[Tensor, dict[SlotRole, Tensor]] | None:
-        """The severity of the pages, int64, shape (), and by role whether a slot is bad, bool, shape ().
+    def reduce(self, page: SlotPage) -> tuple[Tensor, dict[SlotRole, Tensor]] | None:
+        """The severity of the page, int64, shape (), and by role whether a slot is bad, bool, shape ().
 
-        None where no role on the pages can change the verdict. No host read.
+        None where no role on the page can change the verdict. No host read.
         """
         if self.is_silent:
             return None
-        values = pages[0].filled() if len(pages) == 1 else torch.cat([page.filled() for page in pages])
+        values = page.judged_numbers()
         within = (values if self.signs is None else values * self.signs) <= self.limits  # False for a NaN
         severity = torch.where(within, self.clean, self.levels).max()  # faster than ``masked_fill`` and ``amax``
         bad = {role: (within[0].logical_not() & mask).any() for role, mask in self.masks.items()}
         return severity, bad
+
+
+_ENDS = {1: (True,), 2: (False, True)}
+"""Which ends the numbers of a slot are, by their number: a norm has an upper end only."""
+
+
+def _repeated(numbers: list[float], count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The numbers one after the other, ``count`` times, shape (count * numbers,)."""
+    columns = [torch.full((count,), number, dtype=dtype, device=device) for number in numbers]
+    return torch.stack(columns, dim=1).view(-1)
 
 
 def _largest(values: list[Tensor]) -> Tensor:

@@ -12,7 +12,8 @@ from ddp_nanguard.report.types import Phase
 from .backward import GradientHook
 from .calls import ModuleCall, TensorRecord
 from .gradient import GradientSource
-from .slots import SlotRole, SlotStats
+from .slot_roles import SlotRole
+from .slots import SlotStats
 from .sources import LossSource
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from .screens import Screen, ScreenCache
-from .slots import SlotBuffer, SlotRole
+from .slot_roles import SlotRole
+from .slots import SlotBuffer
 
 # others may be infinite on purpose, such as a clipping norm that is off
 _NEVER_INFINITE = frozenset({"lr", "weight_decay", "momentum", "dampening", "eps", "betas", "alpha", "rho", "lr_decay"})
@@ -177,6 +178,10 @@ class StateProbe:
         for prefix, module in self.registered.items():
             named = ((f"{prefix}.{name}", parameter) for name, parameter in module.named_parameters())
             self._probe("parameter", "written", named)
+
+    def probe_weights(self) -> None:
+        """Reduce the parameters as they are now, where nothing tells whether they were written since the last look."""
+        self._probe("parameter", "written", self.parameters())
 
     def probe_hyper_parameters(self) -> bool:
         """Reduce the hyper-parameters that are tensors; returns whether one that the host holds is bad."""

@@ -21,7 +21,7 @@ from ddp_nanguard.report.command_text import replay_all_text
 from ddp_nanguard.report.messages import what
 from ddp_nanguard.report.slot_key import SlotKey
 from ddp_nanguard.report.types import Phase, Site
-from ddp_nanguard.tensors.devices import accelerator
+from ddp_nanguard.tensors.accelerator import accelerator
 from ddp_nanguard.wrappers.ddp import hooks_left_out
 
 from .comparable import LeftOut, Slots, as_in_training, left_out_of, recorded_slots
@@ -225,6 +225,8 @@ def _first(sites: list[Site], alone: bool) -> Site | None:
 def _placed(dump: Dump, rank: int, then: Site | None) -> Site | None:
     """The recorded site of a rank, as the second look has placed it where it was this rank's."""
     look, origin = dump.report.second_look, dump.report.origin
+    if then is not None and then.phase is Phase.REDUCE and (origin is None or origin.phase is not Phase.REDUCE):
+        return replace(then, input_kind="unchecked")  # the rank spoke for itself: another one's gradient was bad before
     is_placed = look is not None and look.outcome == "same" and origin is not None and origin.rank == rank
     return origin if is_placed and then is not None else then
 

@@ -68,16 +68,22 @@ MAX_RAISED = 200
 class Collector:
     """A `VerdictHandler` that records what a verdict means instead of acting on it.
 
+    Args:
+        context: of the run.
+        watched_layers: whether training did.
+        saw_outputs: whether training, where it looked at no layer, has recorded what a layer gave.
+
     Attributes:
         fault: the judgement of the fault that was found, None where there was none.
         as_watched: see `StepResult`.
     """
 
-    def __init__(self, context: GuardContext, watched_layers: bool) -> None:
+    def __init__(self, context: GuardContext, watched_layers: bool, saw_outputs: bool = False) -> None:
         self.fault: Judgement | None = None
         self.as_watched: list[Site] = []
         self._context = context
         self._watched_layers = watched_layers
+        self._saw_outputs = saw_outputs
         self._triage = Triage(context)
 
     def on_clean(self) -> None:
@@ -112,8 +118,8 @@ class Collector:
         report = self._triage.report(record, findings, f"the step raised {line_of(error)}")
         self.fault = Judgement(None, Severity.FAULT, findings=findings, report=report)
         ranked = findings.sites
-        if not self._watched_layers:  # the model's output is what such a job looks at when it raises
-            signs = vital_signs(findings.slot_stats, has_scaler=True)
+        if not self._watched_layers:  # what raises may have had no more to show than the model's output
+            signs = vital_signs(findings.slot_stats, has_scaler=self._saw_outputs)
             ranked = local_sites(blame_input(self._context, record, replace(findings, slot_stats=signs)))
         self.as_watched = [each.site for each in ranked]
 
@@ -170,7 +176,8 @@ def monitored(
     Collective: those of building a guard, unless ``answers_alone``.
     """
     context = _context(rebuilt, answers_alone)
-    collector = Collector(context, rebuilt.dump.manifest.options.layers != "none")
+    saw_outputs = any(site.phase is Phase.FORWARD for site in rebuilt.dump.evidence(rebuilt.rank).sites)
+    collector = Collector(context, rebuilt.dump.manifest.options.layers != "none", saw_outputs)
     run = Run(rebuilt, context, collector, make_monitor(context, collector))
     model, root = context.wrapper.model, context.wrapper.root
     run.monitor.attach()

@@ -32,7 +32,8 @@ def looked_line(report: FaultReport) -> str:
 
 def where(site: Site) -> list[str]:
     """Rank, step, micro-batch and phase of a site, one phrase each; the micro-batch only where it has one."""
-    nobody = "several ranks" if site.phase is Phase.LOOP else "no single rank"
+    unknown = "a rank not known here" if site.input_kind is not None else "no single rank"
+    nobody = "several ranks" if site.phase is Phase.LOOP else unknown
     found = [f"rank {site.rank}" if site.rank is not None else nobody, f"step {site.step}"]
     found += [f"micro-batch {site.micro_batch}"] if site.micro_batch is not None else []
     return [*found, str(site.phase)]
@@ -59,7 +60,10 @@ def what(site: Site) -> str:
         case Phase.BACKWARD if site.input_kind is None:
             return f"gradient of {site.slot} is {kind}; the gradient of its layer's output was finite"
         case Phase.REDUCE if site.input_kind is not None:
-            return f"gradient of {site.slot} is {kind} after communication; this rank's own gradient was finite"
+            return (
+                f"gradient of {site.slot} is {kind} after communication; this rank's own gradient was finite: it came in "
+                "by the reduce, from another rank or made there"
+            )
         case Phase.REDUCE:
             return f"gradient of {site.slot} is {kind} only after communication; every rank's own gradient was finite"
         case Phase.OPTIMIZER if site.layer is not None:

@@ -19,6 +19,12 @@ from torch import Tensor
 from torch._C import _distributed_c10d
 from torch.futures import Future
 
+from ddp_nanguard.diagnosis.trace.storage_names import name_unknown
+
+from .reduction import reduce_equal
+
+__frame_role__ = "passes on"  # what a collective leaves is written by an operator of the step, see `hooks.frames`
+
 NAME = "nanguard_alone"
 """Of the backend."""
 
@@ -74,7 +80,7 @@ class StandIn(_ProcessGroup):  # type: ignore[misc]  # see there
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """What equal values of all ranks reduce to."""
         for tensor in tensors:
-            self._reduce(tensor, _operation(opts))
+            reduce_equal(tensor, self._size, opts)
         return _done(tensors)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
@@ -85,17 +91,10 @@ class StandIn(_ProcessGroup):  # type: ignore[misc]  # see there
         """As `allreduce`."""
         return self.allreduce(tensors, opts)
 
-    def _reduce(self, tensor: Tensor, operation: Any) -> None:
-        with torch.no_grad():
-            if operation == dist.ReduceOp.SUM:
-                tensor.mul_(self._size)
-            elif operation == dist.ReduceOp.PRODUCT:
-                tensor.pow_(self._size)
-            elif operation == dist.ReduceOp.BXOR and self._size % 2 == 0:
-                tensor.zero_()
-
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """The own values, also where another rank is the source: all ranks are this one."""
+        if getattr(opts, "rootRank", self._rank) != self._rank:
+            _left_as_they_are("broadcast", tensors)
         return _done(tensors)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
@@ -128,7 +127,7 @@ class StandIn(_ProcessGroup):  # type: ignore[misc]  # see there
     def _reduce_scatter_base(self, output: Tensor, given: Tensor, opts: Any = None) -> dist.Work:
         with torch.no_grad():
             output.copy_(given.reshape(self._size, -1)[self._rank].view(output.shape))
-        self._reduce(output, _operation(opts))
+        reduce_equal(output, self._size, opts)
         return _done([output])
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> dist.Work:
@@ -140,7 +139,7 @@ class StandIn(_ProcessGroup):  # type: ignore[misc]  # see there
         with torch.no_grad():
             for output, parts in zip(outputs, inputs, strict=True):
                 output.copy_(parts[self._rank])
-                self._reduce(output, _operation(opts))
+                reduce_equal(output, self._size, opts)
         return _done(outputs)
 
     def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
@@ -155,6 +154,8 @@ class StandIn(_ProcessGroup):  # type: ignore[misc]  # see there
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
         """This rank's part, where this rank is the one that scatters; else the values as they are."""
+        if not inputs:
+            _left_as_they_are("scatter", outputs)
         with torch.no_grad():
             for output, parts in zip(outputs, inputs, strict=False):
                 output.copy_(parts[self._rank])
@@ -190,7 +191,12 @@ class StandIn(_ProcessGroup):  # type: ignore[misc]  # see there
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> dist.Work:
         """Nobody sends: the values stay."""
+        _left_as_they_are("recv", tensors)
         return _done(tensors)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> dist.Work:
+        """As `recv`."""
+        return self.recv(tensors, -1, tag)
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """All are here."""
@@ -200,8 +206,10 @@ class StandIn(_ProcessGroup):  # type: ignore[misc]  # see there
         """All are here."""
 
 
-def _operation(options: Any) -> Any:
-    return getattr(options, "reduceOp", dist.ReduceOp.SUM)
+def _left_as_they_are(collective: str, tensors: list[Tensor]) -> None:
+    """What another rank alone has is not known: a trace must not take it for memory that nobody writes."""
+    for tensor in tensors:
+        name_unknown(tensor, f"what another rank gives in {collective}, which a replay alone has not")
 
 
 def _done(result: list[Tensor]) -> dist.Work:

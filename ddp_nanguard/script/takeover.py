@@ -44,8 +44,10 @@ from ddp_nanguard.replay.outcome import (
 from ddp_nanguard.replay.outcome_text import outcome_text
 from ddp_nanguard.replay.rebuild import Rebuilt, require_matching_parameters
 from ddp_nanguard.replay.recipe import Recipe
-from ddp_nanguard.replay.run_step import Run, StepResult, gathered, monitored, raised_text
+from ddp_nanguard.replay.run_step import Run, StepResult, gathered, has_raised, monitored, raised_text
 from ddp_nanguard.replay.session import is_compiled, what_needs_peers
+from ddp_nanguard.report.command_text import script_text
+from ddp_nanguard.report.types import RAISED
 from ddp_nanguard.wrappers import Wrapper, wrapper_of
 
 from .batch_types import LoadedTypes
@@ -109,7 +111,7 @@ class Takeover:
         wrapper = wrapper_of(model)
         self._refuse(self._why_not_alone(wrapper) if self._alone else None)
         require_matching_parameters(dump, model, "script", "command")
-        device = _device_of(wrapper)
+        device = wrapper.compute_device()
         window = dump.window(rank, types=LoadedTypes(), device=device)
         self._refuse(_foreign_batch(window))
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -251,11 +253,23 @@ class Takeover:
                 self._finish()
         frame = next((f for f, _ in reversed(list(traceback.walk_tb(error.__traceback__))) if is_users_own(f)), None)
         where = f" in {frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
-        traced = "; without --trace it may not" if self._step.watcher is not None else ""
-        self._cannot(f"the script raised {type(error).__name__}{where} before the update, see its traceback{traced}")
+        self._cannot(f"the script raised {type(error).__name__}{where} before the update, {self._what_then(error)}")
+
+    def _what_then(self, error: BaseException) -> str:
+        """What a script that raised in a replay is to be told beside: whether training did so, or what may have."""
+        if not self._alone and has_raised(self._dump):
+            origin = self._dump.report.origin
+            rank = f" --rank {origin.rank}" if origin is not None and origin.rank is not None else ""
+            script = script_text(self._dump.manifest.run.command) or "python train.py"
+            then = "as training did" if f"raised {type(error).__name__} {RAISED}" in self._dump.report.cause else ""
+            alone = f"ddp-nanguard replay {self._dump.path}{rank} -- {script}"
+            return ", ".join(filter(None, [then, f"so that ranks cannot compare: replay one alone, {alone}"]))
+        traced = "; without --trace it may not" if self._step.watcher is not None and not self._raised_then() else ""
+        return f"see its traceback{traced}"
 
     def _raised_then(self) -> bool:
-        return self._dump.manifest.alone or self._dump.report.single_rank_view
+        dump = self._dump
+        return dump.manifest.alone or dump.report.single_rank_view or has_raised(dump)
 
     def _on_exit(self) -> None:
         if not self._has_ended and os.getpid() == self._process:
@@ -278,10 +292,6 @@ def _opened(request: ReplayRequest, alone: bool) -> Dump:
 
 def _as_list(optimizer: Any) -> list[torch.optim.Optimizer]:
     return [inner for each in each_given(optimizer) for inner in optimizers_in(each)]
-
-
-def _device_of(wrapper: Wrapper) -> torch.device:
-    return next((wrapper.local(p).device for _, p in wrapper.named_parameters()), torch.device("cpu"))
 
 
 def _foreign_batch(window: list[MicroBatch]) -> str | None:

@@ -63,6 +63,8 @@ class ModelForward:
     def before_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The model, wrapper included, is about to run."""
         context = self._context
+        if context.slots.is_capturing():
+            return  # the capture records what the model does, not what is done about it
         self.follow_compilation()
         if not torch.is_grad_enabled():
             context.remove_hooks()
@@ -98,7 +100,7 @@ class ModelForward:
     def after_model(self, output: Any) -> Any:
         """The model has run. The output of a root whose own hooks do not look at it is looked at here."""
         context = self._context
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or context.slots.is_capturing():
             return output
         if context.sees_output_outside:
             context.forward.probe_root_output(output)

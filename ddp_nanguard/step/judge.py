@@ -27,27 +27,28 @@ class StepJudge:
         self._severity = SeverityReducer(context.slots, context.device, has_scaler, norm_limit)
         self._hook_check = HookCheck(context.forward, context.slots) if context.forward.watched.layers else None
 
-    def ask_all_ranks(self, step: int, ran_backward: bool, closes: bool = False) -> Verdict:
+    def ask_all_ranks(self, step: int, ran_backward: bool, closes: bool = False, weights_too: bool = False) -> Verdict:
         """The verdict, still on the device.
 
         Args:
             step: number of the step.
             ran_backward: whether this rank has run a backward since the last verdict.
             closes: whether the guard is being closed.
+            weights_too: whether the weights are looked at as they are now.
 
         Collective: one MAX all-reduce of 16 bytes; every rank must call it. Host sync: none, but for the first step of
         a compiled model.
         """
         context = self._context
-        verdict = context.ranks.all_reduce_verdict(self._own_severity(step), ran_backward, step, closes)
+        verdict = context.ranks.all_reduce_verdict(self._own_severity(step, weights_too), ran_backward, step, closes)
         # after the all-reduce: what it may read takes time, for which no other rank is to wait
         if ran_backward and self._hook_check is not None:
             self._hook_check.after_backward(step, context.root_is_traced)
         return verdict
 
-    def _own_severity(self, step: int) -> Tensor:
+    def _own_severity(self, step: int, weights_too: bool) -> Tensor:
         context = self._context
-        context.probe_before_verdict(step)
+        context.probe_before_verdict(step, weights_too)
         is_bad = Phase.OPTIMIZER in context.config.watched and context.state.probe_hyper_parameters()
         return self._severity.severity(Severity.FAULT if is_bad else Severity.CLEAN)
 

@@ -22,7 +22,7 @@ from ddp_nanguard.distributed.verdict import Verdict
 from ddp_nanguard.errors import NonFiniteError, OutOfStepError
 from ddp_nanguard.hooks.loop import OptimizerHooks, named_losses, require_losses
 from ddp_nanguard.probes.severity import Severity
-from ddp_nanguard.probes.slots import SlotRole
+from ddp_nanguard.probes.slot_roles import SlotRole
 from ddp_nanguard.probes.sources import LossSource
 from ddp_nanguard.report.types import Phase
 
@@ -65,6 +65,7 @@ class StepMonitor:
         # - what the loop has done last
         self._batch: Any = _NO_BATCH
         self._last: LastVerdict | None = None
+        self._has_called = False  # the model, in this window
         self._unjudged = UnjudgedUpdates()
         # - hooks around the model and the optimizers; those on its modules belong to the probes
         self._hooks = OptimizerHooks(self, context.optimizers)
@@ -132,6 +133,7 @@ class StepMonitor:
 
     def _at_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A micro-batch begins here, unless the loader has begun one."""
+        self._has_called = True
         if self._needs_micro_batch():
             self._open_micro_batch(self._batch if self.has_loader() else {"args": args, "kwargs": kwargs})
 
@@ -140,6 +142,8 @@ class StepMonitor:
     def watch_loss(self, name: str, value: Tensor) -> None:
         """A loss of the micro-batch. Host sync: none."""
         context = self._context
+        if context.slots.is_capturing():
+            return
         if not self.has_open_window():
             self._open_micro_batch(self._batch if self.has_loader() else None)
         micro_batch = context.window.micro_batches[-1]
@@ -163,6 +167,8 @@ class StepMonitor:
         """
         context = self._context
         self._forward.before_call()
+        if context.slots.is_capturing():
+            return step(context.wrapper.model, batch)
         if self._needs_micro_batch():
             self._open_micro_batch(self._batch if self.has_loader() else batch)
         calls, model = context.window.calls, context.wrapper.model
@@ -186,6 +192,7 @@ class StepMonitor:
     def _on_local_backward_end(self) -> None:
         """Everything of this rank is computed, the wrapper's communication not yet done."""
         self._context.gradient.flush_pending()
+        self._context.slots.mark()
 
     def _on_backward_end(self) -> None:
         """The wrapper's communication is done too."""
@@ -194,6 +201,8 @@ class StepMonitor:
         if context.wrapper.will_reduce():
             # which micro-batches were communicated decides what a replay on one rank can compare
             context.window.mark_reduced()
+            if context.wrapper.leaves_reduce_running():
+                return  # the last backward looks, or else the verdict
             if Phase.REDUCE in context.config.watched:
                 context.gradient.probe_reduced()
         else:
@@ -205,8 +214,25 @@ class StepMonitor:
     # -- 5. the verdict ------------------------------------------------------------------------------------------------
 
     def check(self) -> bool:
-        """The verdict now; whether the update may go ahead. Before any rank's backward it is no step of its own."""
-        return self._give_verdict(is_step=False)
+        """The verdict now; whether the update may go ahead. Before any rank's backward it is no step of its own.
+
+        A loss that was watched without any call of the model comes from a graph that was replayed: a step like others,
+        whose update nothing has seen.
+        """
+        # no update was seen since the last verdict, but one may have been replayed
+        weights_too = not self.has_unjudged_update and self.stage is not StepStage.BACKWARD
+        return self._give_verdict(is_step=False, weights_too=weights_too)
+
+    def _refuse_capture(self) -> None:
+        if self._context.slots.is_capturing():
+            raise ValueError(
+                "a verdict cannot be captured into a graph: it reads the host. Capture the step before the guard is "
+                "made and call guard.check() after each replay, or capture forward and backward only"
+            )
+
+    def _ran_unseen(self) -> bool:
+        micro_batches = self._context.window.micro_batches
+        return not self._has_called and any(micro_batch.losses for micro_batch in micro_batches)
 
     def before_update(self, optimizer: torch.optim.Optimizer) -> bool:
         """``optimizer.step`` is entered: may it go on? Optimizers that step after one backward share a verdict."""
@@ -233,10 +259,12 @@ class StepMonitor:
         can_ask = is_open and not self._context.ranks.peers_lost
         return self._give_verdict(is_step=False, closes=True) if can_ask else True
 
-    def _give_verdict(self, is_step: bool, closes: bool = False) -> bool:
+    def _give_verdict(self, is_step: bool, closes: bool = False, weights_too: bool = False) -> bool:
+        self._refuse_capture()
         with torch.inference_mode(False), torch.no_grad():  # slots must not become inference tensors
             self._resolve_previous()
-            verdict = self._judge.ask_all_ranks(self.step, self.stage is StepStage.BACKWARD, closes)
+            ran_backward = self.stage is StepStage.BACKWARD or self._ran_unseen()
+            verdict = self._judge.ask_all_ranks(self.step, ran_backward, closes, weights_too)
             self.has_unjudged_update = False  # the update before it was part of this verdict
             if self._deferred is not None and is_step and self._deferred.can_defer():
                 return self._defer(verdict)
@@ -325,7 +353,7 @@ class StepMonitor:
 
     def _close_window(self) -> None:
         context = self._context
-        self._unjudged.num_seen = 0
+        self._unjudged.num_seen, self._has_called = 0, False
         context.window.clear()
         if context.scaler is not None:
             context.scaler.new_window()

@@ -8,6 +8,8 @@ temporary and without a host read. A norm or a sum does not: finite values overf
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +20,8 @@ from ddp_nanguard.tensors.dtypes import dtype_name
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _REDUCIBLE = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
+_LARGE = 2**18  # elements, from which on a copy is worth avoiding
+_PIECE = 2**20  # elements that are counted at once, so that masks and copies of them stay small
 _UPCAST = frozenset(
     getattr(torch, name)
     for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
@@ -38,13 +42,35 @@ def is_plain(tensor: Tensor) -> bool:
     )
 
 
-def in_memory_order(tensor: Tensor) -> Tensor:
-    """A view with its dimensions in the order of their strides: channels-last and transposed tensors become contiguous.
+def compact(tensor: Tensor) -> Tensor:
+    """A contiguous tensor with the same minimum and maximum: a view of memory that is read once, where there is one.
 
-    ``aminmax`` takes 6 times longer over a non-contiguous tensor of 2 MB.
+    ``aminmax`` copies what is not contiguous, and takes 6 times longer over it. So repeated elements (expanded masks)
+    are left out, dimensions are put in the order of their strides (channels-last, transposed), and of a large slice
+    with gaps each row is reduced first, which reads strides as they are: two small tensors, no copy of its size.
     """
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0:
+            tensor = tensor.narrow(dim, 0, 1)
     strides = tensor.stride()
-    return tensor.permute(sorted(range(len(strides)), key=strides.__getitem__, reverse=True))
+    tensor = tensor.permute(sorted(range(len(strides)), key=strides.__getitem__, reverse=True))
+    if tensor.is_contiguous() or tensor.numel() < _LARGE:
+        return tensor
+    longest = max(range(tensor.dim()), key=tensor.shape.__getitem__)
+    return torch.stack(torch.aminmax(tensor, dim=longest))
+
+
+def is_in_flight(tensor: Tensor) -> bool:
+    """Whether a collective may still write to it, as to what layers of tensor parallelism return.
+
+    Nothing tells but whether this very object was waited for; a view of it says yes for good.
+    """
+    return not getattr(tensor, "completed", True)  # torch's AsyncCollectiveTensor
+
+
+def arrived(tensor: Tensor) -> Tensor:
+    """The tensor, after a collective that writes to it: the stream waits on an accelerator, the host under gloo."""
+    return tensor.trigger_wait() if hasattr(tensor, "trigger_wait") else tensor
 
 
 def dense_parts(tensor: Tensor) -> list[Tensor] | None:
@@ -52,11 +78,13 @@ def dense_parts(tensor: Tensor) -> list[Tensor] | None:
 
     Returns:
         Tensors for which `is_plain` holds; none for integers and empty tensors, which are always finite. None where the
-        kind cannot be checked: meta, quantised, functorch-wrapped, unknown subclasses.
+        kind cannot be checked: meta, quantised, functorch-wrapped, unknown subclasses; nor what is in flight.
     """
     if is_plain(tensor):
         return [tensor.detach()]
     try:
+        if hasattr(tensor, "trigger_wait"):
+            return None if is_in_flight(tensor) else dense_parts(arrived(tensor))
         return _context(tensor.detach())
     except (RuntimeError, NotImplementedError, AttributeError, TypeError):
         return None  # a kind that torch itself cannot take apart is unchecked, never an exception in the user's step
@@ -113,49 +141,113 @@ def kind_of(minimum: float, maximum: float, allow_negative_inf: bool = False) ->
 def evidence(tensor: Tensor) -> Evidence | None:
     """Counts of one tensor from a rescan; None where the kind cannot be checked.
 
-    Host sync: about six per dense part. Called on the fault path only, never in a clean step.
+    Host sync: two per dense part, and one copy per `_PIECE` elements of one that is bad. Called on the fault path only.
+    Memory: a few times `_PIECE` elements, however large the tensor is.
     """
-    parts = dense_parts(tensor)
-    if parts is None:
-        return None
     try:
-        return _evidence(tensor, parts)
+        parts = dense_parts(tensor)
+        return None if parts is None else _evidence(tensor, parts)
     except (RuntimeError, NotImplementedError, TypeError):
         return None  # its memory is gone, or its class refuses
 
 
 def _evidence(tensor: Tensor, parts: list[Tensor]) -> Evidence:
-    counts = [_counts(part) for part in parts] or [(0, 0, 0, 0, None)]
-    largest = [count[4] for count in counts if count[4] is not None]
+    counts = [_counts(part) for part in parts]
+    largest = [count.largest for count in counts if count.largest is not None]
+    is_whole = len(parts) == 1 and parts[0].shape == tensor.shape and tensor.dim() > 0
+    first = counts[0].first if is_whole else None
     return Evidence(
         shape=tuple(tensor.shape),
         dtype=dtype_name(tensor.dtype),
-        num_nan=sum(count[0] for count in counts),
-        num_inf=sum(count[1] for count in counts),
-        num_neg_inf=sum(count[2] for count in counts),
-        numel=sum(count[3] for count in counts),
+        num_nan=sum(count.num_nan for count in counts),
+        num_inf=sum(count.num_inf for count in counts),
+        num_neg_inf=sum(count.num_neg_inf for count in counts),
+        numel=sum(part.numel() for part in parts),
         largest_finite=max(largest) if largest else None,
-        first=_first(tensor, parts),
+        first=None if first is None else _position(first, tensor.shape),
     )
 
 
-def _first(tensor: Tensor, parts: list[Tensor]) -> tuple[int, ...] | None:
-    if len(parts) != 1 or parts[0].shape != tensor.shape or tensor.dim() == 0:
-        return None
-    found = torch.isfinite(parts[0]).logical_not().nonzero()
-    return tuple(found[0].tolist()) if len(found) else None
+class _Counts(NamedTuple):
+    """Of one part, or of a piece of it; ``first`` counts elements from its beginning, row by row."""
+
+    num_nan: int
+    num_inf: int
+    num_neg_inf: int
+    largest: float | None
+    first: int | None
 
 
-def _counts(part: Tensor) -> tuple[int, int, int, int, float | None]:
-    finite = torch.isfinite(part)
-    largest = part[finite].abs().max().item() if bool(finite.any()) else None
-    return (
-        int(torch.isnan(part).sum()),
-        int(torch.isposinf(part).sum()),
-        int(torch.isneginf(part).sum()),
-        part.numel(),
-        largest,
+def _counts(part: Tensor) -> _Counts:
+    low, high = _ends(part)
+    if math.isfinite(low) and math.isfinite(high):
+        return _Counts(0, 0, 0, max(abs(low), abs(high)), None)
+    total, before = _Counts(0, 0, 0, None, None), 0
+    for piece in _pieces(part):
+        # on the host: no memory of the device, and no kernel that would have to be loaded there first
+        total = _joined(total, _counts_of_piece(piece.cpu()), before)
+        before += piece.numel()
+    return total
+
+
+def _joined(total: _Counts, piece: _Counts, before: int) -> _Counts:
+    largest = [number for number in (total.largest, piece.largest) if number is not None]
+    first = piece.first + before if total.first is None and piece.first is not None else total.first
+    return _Counts(
+        total.num_nan + piece.num_nan,
+        total.num_inf + piece.num_inf,
+        total.num_neg_inf + piece.num_neg_inf,
+        max(largest) if largest else None,
+        first,
     )
+
+
+def _ends(part: Tensor) -> tuple[float, float]:
+    """Minimum and maximum, NaN for both where there is one; on the host where the device cannot tell."""
+    try:
+        return _ends_of_piece(part)
+    except (RuntimeError, NotImplementedError):  # no memory left, or no such operator
+        if part.device.type == "cpu":
+            raise
+        ends = [_ends_of_piece(piece.cpu()) for piece in _pieces(part)]
+        lows, highs = [low for low, _ in ends], [high for _, high in ends]
+        return (math.nan, math.nan) if any(map(math.isnan, lows)) else (min(lows), max(highs))
+
+
+def _ends_of_piece(piece: Tensor) -> tuple[float, float]:
+    ends = torch.aminmax(compact(piece))
+    return float(ends.min), float(ends.max)
+
+
+def _counts_of_piece(piece: Tensor) -> _Counts:
+    finite = piece.isfinite()
+    masks = [piece.isnan(), piece == math.inf, piece == -math.inf]
+    bad = finite.logical_not_().view(-1) if finite.is_contiguous() else finite.logical_not_().flatten()
+    counts = torch.stack([*(mask.sum() for mask in masks), bad.any().to(torch.int64), bad.to(torch.uint8).argmax()])
+    num_nan, num_inf, num_neg_inf, is_bad, first = counts.tolist()
+    has_finite = num_nan + num_inf + num_neg_inf < piece.numel()
+    largest = float(piece.masked_fill(bad.view(piece.shape), 0).abs_().amax()) if has_finite else None
+    return _Counts(num_nan, num_inf, num_neg_inf, largest, first if is_bad else None)
+
+
+def _pieces(part: Tensor) -> Iterator[Tensor]:
+    """The part in pieces of at most `_PIECE` elements, in the order of its elements, row by row."""
+    if part.numel() <= _PIECE:
+        yield part
+    elif part.is_contiguous():
+        yield from torch.split(part.view(-1), _PIECE)
+    else:
+        rows = max(_PIECE * len(part) // part.numel(), 1)
+        for some in torch.split(part, rows):
+            yield from _pieces(some if len(some) > 1 else some[0])
+
+
+def _position(index: int, shape: torch.Size) -> tuple[int, ...]:
+    position: list[int] = []
+    for size in reversed(shape):
+        index, within = divmod(index, size)
+        position.insert(0, within)
+    return tuple(position)
 
 
 def extremes(tensor: Tensor) -> tuple[float, float] | None:
@@ -164,12 +256,12 @@ def extremes(tensor: Tensor) -> tuple[float, float] | None:
     Host sync: two per dense part. Called on the fault path only.
     """
     try:
-        found = [torch.aminmax(part) for part in dense_parts(tensor) or ()]
+        found = [_ends(part) for part in dense_parts(tensor) or ()]
     except (RuntimeError, NotImplementedError, TypeError):
         return None
     if not found:
         return None
-    lows, highs = [float(pair.min) for pair in found], [float(pair.max) for pair in found]
+    lows, highs = [low for low, _ in found], [high for _, high in found]
     return (math.nan, math.nan) if any(map(math.isnan, lows)) else (min(lows), max(highs))
 
 
@@ -178,6 +270,9 @@ def kind_in(tensor: Tensor, allow_negative_inf: bool = False) -> str | None:
 
     Host sync: as `evidence`.
     """
+    ends = extremes(tensor)
+    if ends is not None and math.isfinite(ends[0]) and math.isfinite(ends[1]):
+        return None
     found = evidence(tensor)
     if found is None:
         return None

@@ -22,6 +22,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils.hooks import RemovableHandle
 
 from ddp_nanguard.hooks.weak import WeakHook
+from ddp_nanguard.tensors.minmax import arrived
 from ddp_nanguard.tensors.shards import TensorShard
 
 from .aside import shadowed
@@ -262,6 +263,15 @@ class Wrapper(ABC):
     def will_reduce(self) -> bool:
         """Whether the backward that is running now communicates gradients."""
 
+    def leaves_reduce_running(self) -> bool:
+        """Whether communicated gradients must not be read at the end of this backward: they may still be written."""
+        return False
+
+    def compute_device(self) -> torch.device:
+        """Where the model computes: that of its first parameter off the CPU, else the CPU."""
+        devices = (self.local(parameter).device for _, parameter in self.named_parameters())
+        return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
     def pending_gradient_bytes(self) -> int | None:
         """How many bytes of rank-local gradients may be kept until the callbacks at the end of backward, unchanged.
 
@@ -300,6 +310,8 @@ class Wrapper(ABC):
         """The plain local tensor of a parameter, a gradient or an optimizer state tensor. Does not communicate."""
         if isinstance(tensor, DTensor):
             tensor = tensor._local_tensor  # as `to_local` without grad mode, which makes a parameter around it
+            if type(tensor) is not torch.Tensor:
+                tensor = arrived(tensor)
         return tensor.detach() if tensor.requires_grad else tensor
 
     def shards(

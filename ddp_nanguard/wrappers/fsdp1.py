@@ -111,6 +111,10 @@ class FSDP1Wrapper(ShardedWrapper):
         """Whether any unit over more than one rank reduces; none does under ``no_sync``."""
         return any(unit._sync_gradients and _num_ranks(unit) > 1 for unit in self.units)
 
+    def compute_device(self) -> torch.device:
+        """FSDP1's own: parameters that are offloaded lie on the CPU between two uses."""
+        return next((unit.compute_device for unit in self.units if unit.compute_device), super().compute_device())
+
     def leaves(self) -> list[tuple[str, torch.Tensor]]:
         """The parameters that FSDP ignores, which it neither flattens nor reduces."""
         return [(name, parameter) for name, parameter in self.named_parameters() if self._is_ignored(name, parameter)]

@@ -79,6 +79,14 @@ class FSDP2Wrapper(ShardedWrapper):
         """Whether any group over more than one rank reduces, see `FSDPModule.set_requires_gradient_sync`."""
         return any(group.reduce_grads and group.mesh_info.mesh.size() > 1 for group in self.groups())
 
+    def leaves_reduce_running(self) -> bool:
+        """Where more backwards are to follow (``set_is_last_backward(False)``) FSDP2 does not wait for its stream."""
+        return not all(state._state_ctx.is_last_backward for state in self.states)
+
+    def compute_device(self) -> torch.device:
+        """FSDP2's own: parameters that are offloaded lie on the CPU between two uses."""
+        return next((group.device for group in self.groups()), super().compute_device())
+
     def pending_gradient_bytes(self) -> int | None:
         """`PENDING_BYTES`: FSDP2 reduces a copy and frees the gradients, so those that are kept take memory."""
         return PENDING_BYTES

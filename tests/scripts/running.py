@@ -37,8 +37,10 @@ def train(directory: Path, script: str, *arguments: str, num_ranks: int = 2) -> 
     return dump
 
 
-def launch(directory: Path, script: str, *arguments: str, num_ranks: int = 2, **variables: str) -> list[Outcome]:
-    """The script on some ranks, as torchrun starts it; it may end the process."""
+def launch(
+    directory: Path, script: str, *arguments: str, num_ranks: int = 2, uncaught: bool = False, **variables: str
+) -> list[Outcome]:
+    """The script on some ranks, as torchrun starts it; it may end the process, by an exception too if ``uncaught``."""
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LOCAL_WORLD_SIZE": str(num_ranks), **variables}
     return run_ranks_raw(
         _run,
@@ -46,6 +48,7 @@ def launch(directory: Path, script: str, *arguments: str, num_ranks: int = 2, **
         timeout_s=50,
         process_group=False,
         env=env,
+        through_excepthook=uncaught,
         directory=str(directory),
         path=str(SCRIPTS / script),
         arguments=list(arguments),

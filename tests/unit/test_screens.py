@@ -12,7 +12,8 @@ from torch import Tensor
 from ddp_nanguard.probes import screens
 from ddp_nanguard.probes.gradient import _Seen
 from ddp_nanguard.probes.screens import MIN_ROWS, ROW_SIZE, Screen
-from ddp_nanguard.probes.slots import SlotBuffer, SlotRole, SlotStats, is_clean
+from ddp_nanguard.probes.slot_roles import SlotRole
+from ddp_nanguard.probes.slots import SlotBuffer, SlotStats, is_clean
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SIZES = (1, 2, 3, 64, 1000, ROW_SIZE, ROW_SIZE + 1, 3 * ROW_SIZE)
@@ -105,8 +106,12 @@ def test_a_page_that_grows_keeps_its_slots() -> None:
 
 def test_one_call_serves_all_tensors_of_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    monkeypatch.setattr(screens, "_foreach_norm", lambda tensors, order: calls.append(len(tensors)) or [])
-    monkeypatch.setattr(screens.torch, "stack", lambda tensors, out: None)
+
+    def counted(tensors: Any, order: float) -> Any:
+        calls.append(len(tensors))
+        return torch._foreach_norm(tensors, order)
+
+    monkeypatch.setattr(screens, "_foreach_norm", counted)
     _looked([_random(ROW_SIZE + 1) for _ in range(5)])
     assert calls == [5]
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddp_nanguard.probes.slots import SlotBuffer, SlotRole
-from ddp_nanguard.tensors.minmax import in_memory_order
+from ddp_nanguard.probes.slot_roles import SlotRole
+from ddp_nanguard.probes.slots import SlotBuffer
+from ddp_nanguard.tensors.minmax import compact
 
 LAYOUTS = {
     "contiguous": lambda t: t.contiguous(),
@@ -47,7 +48,7 @@ def test_a_slot_holds_minimum_and_maximum_whatever_the_layout(layout: str, bad: 
 @pytest.mark.parametrize("layout", ["channels last", "transposed"])
 def test_dense_tensors_are_read_in_the_order_of_memory(layout: str) -> None:
     tensor = LAYOUTS[layout](_tensor())
-    ordered = in_memory_order(tensor)
+    ordered = compact(tensor)
     assert not tensor.is_contiguous() and ordered.is_contiguous()
     assert ordered.data_ptr() == tensor.data_ptr()
 

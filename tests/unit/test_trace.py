@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from ddp_nanguard.diagnosis.trace.events import describe
 from ddp_nanguard.diagnosis.trace.module_stack import ModuleStack
 from ddp_nanguard.diagnosis.trace.trace import Trace
-from ddp_nanguard.probes.slots import SlotBuffer, SlotRole
+from ddp_nanguard.probes.slot_roles import SlotRole
+from ddp_nanguard.probes.slots import SlotBuffer
 from tests.diagnosing import Training, body, diagnosed, inline_code, marked, of_loss
 
 THIS = sys.modules[__name__]

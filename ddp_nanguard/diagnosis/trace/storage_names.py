@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,7 @@ class StorageTracker:
         # Named tensors stay alive for the whole trace, for the same reason.
         self._kept: list[Any] = []
         self.look_up: Callable[[Tensor], str | None] = _nobody_knows
+        _trackers.add(self)
 
     def name(self, tensor: Tensor, name: str) -> None:
         """Name memory that existed before the step: a parameter, a buffer, optimizer state, a batch item."""
@@ -84,6 +86,10 @@ class StorageTracker:
         found = self._writers.get(key_of(tensor))
         return None if found is None else found[0]
 
+    def is_unnamed(self, tensor: Tensor) -> bool:
+        """Whether nothing is known of the memory of ``tensor``, but perhaps who allocated it."""
+        return self.look_up(tensor) is None and key_of(tensor) not in self._names and self._name_at(tensor) is None
+
     def kept_name_of(self, tensor: Tensor) -> str | None:
         """`name_of`, without what `look_up` would have to search for: cheap enough for every operator."""
         return self._names.get(key_of(tensor))
@@ -100,6 +106,16 @@ class StorageTracker:
     def _name_at(self, tensor: Tensor) -> str | None:
         storage = storage_of(tensor) if self._addresses and tensor.device.type == "cpu" else None
         return None if storage is None else self._addresses.get(storage.data_ptr())
+
+
+_trackers: weakref.WeakSet[StorageTracker] = weakref.WeakSet()
+
+
+def name_unknown(tensor: Tensor, name: str) -> None:
+    """Say in every running trace where the contents of a tensor would have come from, unless it has a name already."""
+    for tracker in _trackers:
+        if tracker.is_unnamed(tensor):
+            tracker.name(tensor, name)
 
 
 def _nobody_knows(_: Tensor) -> None:

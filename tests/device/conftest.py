@@ -1,0 +1,29 @@
+"""Which devices the tests of this folder run on: the simulated one, and a real GPU where there is one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.rank_processes import REAL, SIMULATED
+
+from . import simulated_cuda
+
+
+@pytest.fixture(scope="session")
+def simulated() -> str:
+    """The simulated device, built; for tests of what a real one does not let see."""
+    if reason := simulated_cuda.missing():
+        pytest.skip(reason)
+    simulated_cuda.build()
+    return SIMULATED
+
+
+@pytest.fixture(params=[SIMULATED, REAL])
+def device(request: pytest.FixtureRequest) -> str:
+    """Each device there is."""
+    if request.param == SIMULATED:
+        return str(request.getfixturevalue("simulated"))
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    return REAL

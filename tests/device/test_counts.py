@@ -1,0 +1,71 @@
+"""What a clean step asks of the device: kernels, waits of the host, contexts, pinned memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.ranks import run_ranks
+
+from . import jobs
+
+FIRST, LAST = 6, 9  # steps that are counted: the ring is full by then
+
+
+def _asked(rank: int, world_size: int, wrapper: str, sets_device: bool, num_blocks: int, **options: Any) -> Any:
+    """What the device is asked by a step without the guard, and by one with it."""
+    import torch
+
+    from ddp_nanguard import NanGuard
+
+    from . import simulated_cuda
+
+    device, logs, contexts = jobs.device_of(rank, sets_device), [], []
+    for enabled in (False, True):
+        simulated_cuda.core().forget_contexts()
+        pinned = simulated_cuda.core().pinned_bytes()
+        model = jobs.wrapped(wrapper, device, num_blocks)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        guard = NanGuard(model, optimizer, dump_dir=None, enabled=enabled, history=3, **options)
+        for step, batch in enumerate(guard.steps(list(jobs.batches(device, LAST)))):
+            if step == FIRST:
+                entered = simulated_cuda.logging()
+                log = entered.__enter__()
+            # as many calls as it likes: no step waits for the memory that tells how to judge its slots
+            jobs.train(guard, optimizer, batch, num_runs=1 + step % 3)
+        entered.__exit__(None, None, None)
+        guard.close()
+        logs.append(log)
+        contexts.append(set(simulated_cuda.core().contexts()))
+        kept = simulated_cuda.core().pinned_bytes() - pinned
+    kernels = logs[1].kernels()
+    kernels.subtract(logs[0].kernels())
+    waits = {kind: count - logs[0].host_waits().get(kind, 0) for kind, count in logs[1].host_waits().items()}
+    return {
+        "kernels": {name: count for name, count in kernels.items() if count},
+        "waits": {kind: count for kind, count in waits.items() if count},
+        "extra contexts": contexts[1] - contexts[0],
+        "own contexts": contexts[1],
+        "pinned": kept,
+    }
+
+
+STEPS = LAST - FIRST
+SETUPS = {
+    "plain": {"waits": {"D2H wait": STEPS}},
+    "ddp": {"waits": {"D2H wait": STEPS}},
+    "fsdp1": {"waits": {"D2H wait": STEPS}},
+    "fsdp2": {"waits": {"D2H wait": STEPS}},
+    "fsdp2 offloaded": {"waits": {"D2H wait": STEPS}},
+}
+
+
+@pytest.mark.parametrize("wrapper", SETUPS)
+def test_a_clean_step_waits_once_and_touches_its_own_device_only(simulated: str, wrapper: str) -> None:
+    found = run_ranks(
+        _asked, 1 if wrapper == "plain" else 2, 60, device=simulated, wrapper=wrapper, sets_device=False, num_blocks=1
+    )
+    for each in found:
+        assert each["waits"] == SETUPS[wrapper]["waits"]
+        assert each["extra contexts"] == set()
