@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_nanguard.tensors.devices import accelerator
+from ddp_nanguard.tensors.accelerator import accelerator
 
 Generators = Mapping[str, Any]
 """Registered generators by name: `torch.Generator`, `numpy.random.Generator` or `random.Random`."""

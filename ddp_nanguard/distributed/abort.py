@@ -9,7 +9,6 @@ they may take to hear of it, writes its own local part and ends. So all tell the
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -92,8 +91,11 @@ class AbortSignal:
 
     def wait(self, seconds: float) -> bool:
         """Whether a rank raises on its own within so many seconds."""
+        return self._comes(self._key, seconds)
+
+    def _comes(self, key: str, seconds: float) -> bool:
         try:
-            self._store.wait([self._key], timedelta(seconds=seconds))
+            self._store.wait([key], timedelta(seconds=max(seconds, 0.01)))  # 0 would be without end
         except RuntimeError:  # of the timeout, or the store is gone
             return False
         return True
@@ -110,14 +112,11 @@ class AbortSignal:
         found = {index: seen}
         try:
             self._store.set(keys[index], seen)
+            for peer in (peer for peer in range(self._num_ranks) if peer != index):
+                if self._comes(keys[peer], deadline - time.monotonic()):
+                    found[peer] = self._store.get(keys[peer]).decode(errors="replace")
         except RuntimeError as error:
             _log.warning("peers could not be asked: %s", error)
-            return found
-        for peer in (peer for peer in range(self._num_ranks) if peer != index):
-            left_s = max(deadline - time.monotonic(), 0.001)
-            with contextlib.suppress(RuntimeError):  # of the timeout
-                self._store.wait([keys[peer]], timedelta(seconds=left_s))
-                found[peer] = self._store.get(keys[peer]).decode(errors="replace")
         return found
 
     def wait_for_all(self) -> None:

@@ -374,7 +374,7 @@ class _Alone:
     def _write_manifest(self, dump: Path) -> None:
         with place.locked(self.root):
             if not (dump / MANIFEST).exists():
-                who = "each rank" if self.why == FaultGroup.why_alone else f"rank {self.request.rank}"
+                who = "each rank" if self.why == self.request.why_alone else f"rank {self.request.rank}"
                 problems = [f"{who} wrote its own part: {self.why}", *self.problems.lines]
                 write_shared_files(self.request, dump, dump, Outcome(True, self.why, problems, []))
 

@@ -10,7 +10,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from ddp_nanguard.tensors.devices import accelerator
+from ddp_nanguard.tensors.accelerator import accelerator
 
 
 def rank() -> int:

@@ -21,7 +21,7 @@ from ddp_nanguard.report.command_text import replay_all_text
 from ddp_nanguard.report.messages import what
 from ddp_nanguard.report.slot_key import SlotKey
 from ddp_nanguard.report.types import Phase, Site
-from ddp_nanguard.tensors.devices import accelerator
+from ddp_nanguard.tensors.accelerator import accelerator
 from ddp_nanguard.wrappers.ddp import hooks_left_out
 
 from .comparable import LeftOut, Slots, as_in_training, left_out_of, recorded_slots

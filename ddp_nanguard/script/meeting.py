@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_nanguard.diagnosis.experiments import DTYPES
 from ddp_nanguard.dump.read import open_dump
-from ddp_nanguard.tensors.devices import accelerator
+from ddp_nanguard.tensors.accelerator import accelerator
 
 from .ending import end_cannot
 from .request import ReplayRequest

@@ -16,6 +16,12 @@ _T = TypeVar("_T")
 _R = TypeVar("_R")
 
 
+def accelerator() -> torch.device | None:
+    """The current device of the kind of accelerator that this machine has; None where it has none."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    return None if kind is None else torch.device(kind.type, torch.accelerator.current_device_index())
+
+
 def is_capturing(device: torch.device) -> bool:
     """Whether what is launched on the device goes into a graph instead of running; never on a CPU. No host wait."""
     return device.type != "cpu" and _capture_test(device.type)()
@@ -117,7 +123,7 @@ def answers(device: torch.device, within_s: float) -> bool:
 
     def ask() -> None:
         with contextlib.suppress(RuntimeError), aside(device):
-            torch.empty((), device=device).cpu()
+            torch.empty((), dtype=torch.uint8, device=device).cpu()
             answered.set()
 
     asking = threading.Thread(target=ask, name="ddp_nanguard-asks-device", daemon=True)
