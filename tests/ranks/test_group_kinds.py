@@ -61,3 +61,38 @@ def test_a_group_is_asked_which_devices_it_serves() -> None:
     """What gloo reduces is on the host anyway; "meta" stands for a device that a backend reduces by itself."""
     (found,) = run_ranks(_devices, world_size=1)
     assert found == ["cpu", "cpu", "meta", "cpu", "meta"]
+
+
+class _WithoutMemory(dist.ProcessGroup):
+    """Its first collective makes the communicator, which fails."""
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        raise RuntimeError("out of memory while the communicator was made\nmore lines")
+
+    def getBackendName(self) -> str:
+        return "without_memory"
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+
+def _built(rank: int, world_size: int) -> tuple[str | None, int]:
+    def make(store: Any, rank: int, size: int, timeout: Any) -> Any:
+        return _WithoutMemory(rank, size)
+
+    dist.Backend.register_backend("without_memory", make, devices=["cpu"])
+    group = dist.new_group([0, 1], backend="without_memory")
+    model = torch.nn.Linear(2, 2)
+    return ended(lambda: guard_of(model, sgd(model), group=group)), rank
+
+
+def test_a_group_that_cannot_reduce_ends_the_making_of_the_guard() -> None:
+    for text, _ in run_ranks(_built):
+        assert text == (
+            "RuntimeError: the guard's ranks [0, 1] cannot reduce 16 bytes on cpu (RuntimeError: out of memory while "
+            "the communicator was made); give the process group over which the model itself communicates as group="
+        )
