@@ -55,8 +55,8 @@ def minus_inf_at(place: str, rank: int, step: int, micro_batch: int = 0) -> Faul
 
 def addend(code: torch.Tensor) -> torch.Tensor:
     """0, 0/0, 1/0, -1/0 or 300000 for the codes 0 to 4: a division decides, no constant does."""
-    numerator = torch.tensor([0.0, 0.0, 1.0, -1.0, 3e5])[code]
-    denominator = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0])[code]
+    numerator = torch.tensor([0.0, 0.0, 1.0, -1.0, 3e5], device=code.device)[code]
+    denominator = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0], device=code.device)[code]
     return numerator / denominator
 
 

@@ -30,8 +30,10 @@ class Replayed:
     output: str
 
 
-def replay_alone(dumps: list[str], env: dict[str, str] | None = None, *options: str) -> list[Replayed]:
-    """Replays the culprit of each dump by itself, each in a process of its own."""
+def replay_alone(
+    dumps: list[str], env: dict[str, str] | None = None, *options: str, device: str = "cpu"
+) -> list[Replayed]:
+    """Replays the culprit of each dump by itself, each in a process of its own, on a machine with such devices."""
     return run_ranks(
         _alone,
         world_size=len(dumps),
@@ -39,6 +41,7 @@ def replay_alone(dumps: list[str], env: dict[str, str] | None = None, *options: 
         process_group=False,
         num_threads=None,
         env=env,
+        device=device,
         dumps=dumps,
         options=list(options),
     )

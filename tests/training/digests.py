@@ -28,7 +28,7 @@ def named(pairs: Any) -> Iterator[tuple[str, Tensor]]:
 
 def digest(tensor: Tensor) -> str:
     """Hash of dtype, shape and bytes of the local tensor."""
-    local = local_of(tensor).contiguous()
+    local = local_of(tensor).cpu().contiguous()
     data = local.reshape(-1).view(torch.uint8).numpy().tobytes()
     return hashlib.blake2b(f"{local.dtype}{tuple(local.shape)}".encode() + data, digest_size=12).hexdigest()
 
@@ -46,10 +46,10 @@ def digests(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
 def copies(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Local parameters and optimizer state tensors, copied, by the names they have in a dump."""
     names = {id(tensor): name for name, tensor in named(model.named_parameters())}
-    found = {f"model.{name}": local_of(tensor).clone() for name, tensor in named(model.named_parameters())}
+    found = {f"model.{name}": local_of(tensor).cpu().clone() for name, tensor in named(model.named_parameters())}
     for parameter, state in optimizer.state.items():
         tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-        found |= {f"optim.0.{names[id(parameter)]}.{key}": local_of(value).clone() for key, value in tensors.items()}
+        found |= {f"optim.0.{names[id(parameter)]}.{key}": local_of(value).cpu().clone() for key, value in tensors.items()}
     return found
 
 

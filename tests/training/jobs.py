@@ -52,6 +52,7 @@ class Job:
         use_orig_params: of FSDP1.
         num_layers: train a `tests.models.Tower` of so many layers instead of `tests.models.OddNet`.
         count_step: the step in which communication and host reads are counted.
+        device_type: ``cpu``, or ``cuda``: each rank has its own.
     """
 
     wrapper: str
@@ -66,6 +67,11 @@ class Job:
     use_orig_params: bool = True
     num_layers: int | None = None
     count_step: int | None = None
+    device_type: str = "cpu"
+
+    def device(self, rank: int) -> torch.device:
+        """Where a rank trains."""
+        return torch.device("cpu") if self.device_type == "cpu" else torch.device(self.device_type, rank)
 
     @property
     def half_reduce(self) -> bool:
@@ -121,22 +127,23 @@ class Record:
 # -- building ----------------------------------------------------------------------------------------------------------
 
 
-def wrap(module: nn.Module, job: Job) -> nn.Module:
+def wrap(module: nn.Module, job: Job, rank: int = 0) -> nn.Module:
+    module = module.to(job.device(rank))
     if job.wrapper == "plain":
         return module
     if job.wrapper == "ddp":
         return wrap_ddp_with_half_hook(module) if job.half_reduce else DistributedDataParallel(module)
     if job.wrapper == "fsdp1":
-        return _wrap_fsdp1(module, job)
+        return _wrap_fsdp1(module, job, job.device(rank))
     return _wrap_fsdp2(module, job)
 
 
-def _wrap_fsdp1(module: nn.Module, job: Job) -> nn.Module:
+def _wrap_fsdp1(module: nn.Module, job: Job, device: torch.device) -> nn.Module:
     precision = MixedPrecision(reduce_dtype=torch.float16) if job.half_reduce else None
     return FullyShardedDataParallel(
         module,
         auto_wrap_policy=ModuleWrapPolicy({models.Residual}),
-        device_id=torch.device("cpu"),
+        device_id=device,
         use_orig_params=job.use_orig_params,
         mixed_precision=precision,
     )
@@ -144,9 +151,9 @@ def _wrap_fsdp1(module: nn.Module, job: Job) -> nn.Module:
 
 def _wrap_fsdp2(module: nn.Module, job: Job) -> nn.Module:
     if job.wrapper == "hsdp":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(job.device_type, (2, 2), mesh_dim_names=("replicate", "shard"))
     else:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = init_device_mesh(job.device_type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float16) if job.half_reduce else MixedPrecisionPolicy()
     for block in [block for block in module.modules() if isinstance(block, models.Residual)]:
         fully_shard(block, mesh=mesh, mp_policy=policy)
@@ -170,8 +177,8 @@ def build_scaler(job: Job) -> torch.amp.GradScaler | None:
     if not job.scaler:
         return None
     if job.wrapper == "fsdp1":
-        return ShardedGradScaler(device="cpu", init_scale=2.0**10)
-    return torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        return ShardedGradScaler(device=job.device_type, init_scale=2.0**10)
+    return torch.amp.GradScaler(job.device_type, init_scale=2.0**10)
 
 
 def build_optimizer(model: nn.Module, job: Job, rank: int) -> torch.optim.Optimizer:
@@ -220,7 +227,8 @@ class Loader:
         fault = self.job.fault
         if fault is not None and fault.hits(self.rank, step, index):
             _plant_in_batch(batch, fault)
-        return batch
+        device = self.job.device(self.rank)
+        return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
 def _plant_in_batch(batch: dict[str, Any], fault: Fault) -> None:
@@ -282,8 +290,10 @@ class Run:
 
 
 def build(job: Job, rank: int) -> Run:
+    if job.device_type != "cpu" and job.wrapper == "fsdp2":  # which goes by the current device; others need none
+        torch.accelerator.set_device_index(rank)
     seed(rank)
-    model = wrap(models.build_model(job.num_layers), job)
+    model = wrap(models.build_model(job.num_layers), job, rank)
     optimizer = build_optimizer(model, job, rank)
     if job.fault is not None and job.fault.place == "optimizer_state":
         _restore_momentum(optimizer)
