@@ -92,12 +92,12 @@ def test_a_replay_of_the_culprit_meets_the_same_bits(wrapper: str, place: str, d
     assert (replayed.code, replayed.outcome["outcome"]) == (SAME, "same"), replayed
 
 
-def test_and_so_does_one_without_the_device(device: str, ran: Ran) -> None:
-    """The simulated device computes as the CPU does; what a real one has made may round otherwise."""
-    if device == REAL:
-        pytest.skip("bits of a GPU are not those of a CPU")
+def test_a_replay_without_the_device_says_that_it_is_another(device: str, ran: Ran) -> None:
+    """Random numbers of a device come from no other: the same place, and why its bits are others."""
     records, planted = ran("ddp", device)
     index = [cell.place for cell in planted].index("gate.forward")
     replayed = _replayed(records[2 + len(OPTIONS) + index], "cpu")
-    import json; print(json.dumps(replayed.outcome)); print(replayed.output)
-    assert (replayed.code, replayed.outcome["outcome"]) == (SAME, "same"), replayed
+    recorded, now = replayed.outcome["recorded"], replayed.outcome["replayed"]
+    assert (recorded["phase"], recorded["layer"], recorded["call"]) == (now["phase"], now["layer"], now["call"])
+    assert "cuda: recorded on cuda, replayed on device cpu" in replayed.outcome["notes"]
+    assert any(text.startswith("device ") and text.endswith("cpu now") for text in replayed.outcome["differs"])
