@@ -69,3 +69,18 @@ def test_a_clean_step_waits_once_and_touches_its_own_device_only(simulated: str,
     for each in found:
         assert each["waits"] == SETUPS[wrapper]["waits"]
         assert each["extra contexts"] == set()
+
+
+def _of_144_parameters(rank: int, world_size: int) -> Any:
+    return _asked(rank, world_size, "ddp", sets_device=True, num_blocks=12)
+
+
+def test_a_handful_of_kernels_looks_at_every_tensor(simulated: str) -> None:
+    """One for each kind of look, whatever the number of parameters: 146 here."""
+    for each in run_ranks(_of_144_parameters, 2, 60, device=simulated):
+        per_step = {name: count / STEPS for name, count in each["kernels"].items()}
+        assert per_step.pop("aten::sum") == 3  # arguments and output of the call, for the second look
+        assert per_step.pop("aten::_foreach_norm") == 3  # gradients of the rank, of all ranks; weights
+        assert per_step == dict.fromkeys(
+            ("aten::aminmax", "aten::cat", "aten::mul", "aten::le", "aten::where", "aten::max", "aten::addcmul"), 1
+        )
