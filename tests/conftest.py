@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from ddp_nanguard.report import audit
+from tests.device import simulated_cuda
+from tests.rank_processes import SIMULATED
 
 REPOSITORY = Path(__file__).parent.parent
 ALLOWED_NEW = {".pytest_cache", ".hypothesis", ".mypy_cache", ".ruff_cache", "__pycache__", ".coverage"}
@@ -69,6 +71,15 @@ def _no_stray_processes() -> Iterator[None]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     assert not stray, f"the test left processes behind: {stray}"
+
+
+@pytest.fixture(scope="session")
+def simulated() -> str:
+    """The simulated device, built; for tests of what a real one does not let see."""
+    if reason := simulated_cuda.missing():
+        pytest.skip(reason)
+    simulated_cuda.build()
+    return SIMULATED
 
 
 def _environment() -> dict[str, str]:

@@ -82,7 +82,7 @@ def dump_request(context: GuardContext, record: StepRecord, findings: RankFindin
         if context.config.redact
         else window,
         buffers={**dict(context.wrapper.named_buffers()), **record.window.buffers()} if answers else {},
-        history=history_of(context, findings.recorded),
+        history=history_of(context, _readable_slots(context, record)),
         recipe=context.recipe,
         damaged={f"model.{name}" for name in findings.nonfinite_state.lasting()},
         run_id=run_id(),
@@ -99,6 +99,12 @@ def _redacted(micro_batch: MicroBatch) -> MicroBatch:
     named = {path_text(path): tensor for path, tensor in named_tensors_in(micro_batch.batch)}
     described = {path: {"shape": list(t.shape), "dtype": dtype_name(t.dtype)} for path, t in named.items()}
     return replace(micro_batch, batch={"redacted": described})
+
+
+def _readable_slots(context: GuardContext, record: StepRecord) -> list[SlotStats]:
+    """The slots of the step, which is not the one that was looked at where its update is undone."""
+    slot_stats = record.slots.slot_stats() if context.reach.answers else []
+    return [stats for stats in slot_stats if context.reach.covers(stats.order)]
 
 
 def _on_host(micro_batch: MicroBatch) -> MicroBatch:

@@ -274,21 +274,30 @@ def test_A03_a_validator_that_raises_on_one_rank(tmp_path: Path) -> None:
     assert list((tmp_path / "dumps").rglob("rank-00001"))
 
 
-@pytest.mark.parametrize(
-    ("backend", "device", "expected"),
-    [
-        pytest.param("gloo", "cuda", "cpu", id="A13 a backend for the CPU only"),
-        pytest.param("nccl", "cuda", "cuda", id="A13 a backend for the GPU only"),
-        pytest.param("cpu:gloo,cuda:nccl", "cuda", "cuda", id="A13 a backend for both, model on the GPU"),
-        pytest.param("cpu:gloo,cuda:nccl", "cpu", "cpu", id="A13 a backend for both, model on the CPU"),
-    ],
-)
-def test_A13_the_flag_goes_where_the_backend_can_reduce_it(
-    backend: str, device: str, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+WORLDS = {"gloo": "gloo", "staged": "staged", "both": "cpu:gloo,cuda:staged"}
+
+
+def _verdict_devices(rank: int, world_size: int) -> dict[tuple[str, str], str]:
+    """By backend of the group and the model's device, where the flag goes; ``staged`` takes nothing of the CPU."""
+    groups = {name: dist.new_group([0], backend=backend) for name, backend in WORLDS.items()}
+    return {
+        (name, device): group._verdict_device(of, torch.device(device)).type
+        for name, of in groups.items()
+        for device in ("cpu", "cuda")
+    }
+
+
+def test_A13_the_flag_goes_where_the_backend_can_reduce_it(simulated: str) -> None:
     """https://github.com/dylanyunlon/Neuron_SP/issues/150."""
-    monkeypatch.setattr(dist, "get_backend", lambda group: backend)
-    assert group._verdict_device(None, torch.device(device)).type == expected
+    (found,) = run_ranks(_verdict_devices, 1, device=simulated)
+    assert found == {
+        ("gloo", "cpu"): "cpu",
+        ("gloo", "cuda"): "cpu",
+        ("staged", "cpu"): "cuda",
+        ("staged", "cuda"): "cuda",
+        ("both", "cpu"): "cpu",
+        ("both", "cuda"): "cuda",
+    }
 
 
 def test_A17_writing_ones_own_part_needs_no_peer(tmp_path: Path) -> None:

@@ -7,23 +7,12 @@ import torch
 
 from tests.rank_processes import REAL, SIMULATED
 
-from . import simulated_cuda
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The first test of a worker builds the device, or waits for the other that does."""
     for item in items:
         if "tests/device/" in item.nodeid:
             item.add_marker(pytest.mark.timeout(240))
-
-
-@pytest.fixture(scope="session")
-def simulated() -> str:
-    """The simulated device, built; for tests of what a real one does not let see."""
-    if reason := simulated_cuda.missing():
-        pytest.skip(reason)
-    simulated_cuda.build()
-    return SIMULATED
 
 
 @pytest.fixture(params=[SIMULATED, REAL])
