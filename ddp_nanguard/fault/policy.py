@@ -28,7 +28,7 @@ from ddp_nanguard.probes.severity import Severity
 from ddp_nanguard.report.command_text import script_text
 from ddp_nanguard.report.messages import log_line, looked_line
 from ddp_nanguard.report.text import error_text, replay_lacks
-from ddp_nanguard.report.types import FaultReport, Phase
+from ddp_nanguard.report.types import CALLS_ONLY, FaultReport, Phase
 from ddp_nanguard.report.wording import listed
 from ddp_nanguard.second_look.look import Fault, Looked, look_again
 from ddp_nanguard.wrappers.grad_scaler import ScalerSnapshot
@@ -260,6 +260,9 @@ class FaultPolicy:
         report = self._with_undone(report)
         if context.config.dump_dir is None:
             return report
+        (calls_only,) = context.ranks.any_of(record.window.is_of_calls)
+        if calls_only and context.recipe is None:
+            report = replace(report, notes=(*report.notes, CALLS_ONLY))
         try:
             request = dump_request(context, record, findings, report)
         except Exception as error:  # a defect here must not replace the fault

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from .command_text import replay_all_text, replay_text
 from .messages import seen, what, where
-from .types import WEIGHTS_WRITTEN, Evidence, FaultReport, Phase, Site
+from .types import CALLS_ONLY, WEIGHTS_WRITTEN, Evidence, FaultReport, Phase, Site
 from .wording import listed, plural
 
 WIDTH = 110
@@ -20,6 +20,8 @@ LABEL_WIDTH = 10
 MAX_SITES_SHOWN = 8
 MAX_NAMES_SHOWN = 6
 
+THROUGH_STEPS = "take batches from guard.steps(loader), or without a loader from guard.steps([batch])"
+_WITH_LABELS = (Phase.LOSS, Phase.BACKWARD, Phase.REDUCE, Phase.LOOP)
 _NO_RECIPE = "none given; replay needs --recipe module:function"
 _BOLD, _RED, _DIM, _PLAIN = "\x1b[1m", "\x1b[31m", "\x1b[2m", "\x1b[0m"
 
@@ -162,10 +164,11 @@ def _state(report: FaultReport) -> str:
 def _next_command(report: FaultReport, lacks: str | None, script: str) -> str:
     """The command that helps most with this fault: a replay where one is possible, else ``show``."""
     origin, dump = report.origin, str(report.dump_path)
+    lacks_labels = CALLS_ONLY in report.notes and origin is not None and origin.phase in _WITH_LABELS
     is_shared = origin is not None and (_came_to_several(origin) or bool(_not_known_who(report)))
-    if is_shared and lacks is None and origin is not None and origin.phase is Phase.LOOP and not script:
-        is_shared = False  # no recipe runs code of the loop
-    if is_shared and lacks is None and report.world_size > 1:
+    # no recipe runs code of the loop
+    is_run = origin is not None and (origin.phase is not Phase.LOOP or bool(script)) and not lacks_labels
+    if is_shared and is_run and lacks is None and report.world_size > 1:
         # communication may have brought the value, which a replay of one rank alone cannot show
         return replay_all_text(dump, script, report.world_size)
     is_update = origin is not None and origin.phase is Phase.OPTIMIZER and origin.layer is not None
@@ -173,6 +176,8 @@ def _next_command(report: FaultReport, lacks: str | None, script: str) -> str:
         return f"ddp-nanguard show {dump}; to replay an update, train with keep_previous=True"
     if lacks is not None:
         return f"ddp-nanguard show {dump}; to replay, {lacks}"
+    if lacks_labels:
+        return f"ddp-nanguard show {dump}; a replay would lack labels and the like: {THROUGH_STEPS}"
     if origin is not None and origin.phase is Phase.LOOP and not script:
         return f"ddp-nanguard show {dump}; to replay code of the loop: ddp-nanguard replay {dump} -- python train.py"
     return replay_text(dump, script)
