@@ -69,10 +69,14 @@ class NanGuard:
         self._handles: list[Any] = []
         # - a script that runs the step of its own dump, and ends with it
         self._takeover = take_over(model, optimizer, scaler, group)
-        if self._takeover is not None:
+        if self._takeover is not None and self._takeover.misfit is None:
             self._context, self._monitor = self._takeover.context, self._takeover.monitor
             return
-        self._context = context = build_context(model, optimizer, scaler, replay, group, options)
+        bystander, self._takeover = self._takeover, None
+        if bystander is not None:  # the dump is that of another guard of the script
+            options = {**options, "enabled": False}
+        alone = bystander is not None and bystander.alone
+        self._context = context = build_context(model, optimizer, scaler, replay, group, options, answers_alone=alone)
         # - a step: the monitor follows it, the policy acts on its verdict
         self._policy = FaultPolicy(context)
         self._monitor = StepMonitor(context, self._policy)

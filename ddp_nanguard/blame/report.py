@@ -85,7 +85,7 @@ def report_from(
         record: of the step.
         shared: what they know.
         cause: as in `report_of`.
-        let_through: as there.
+        let_through: likewise.
         silent: who of them was not heard, in words; "" where all were.
     """
     is_single = bool(silent)

@@ -48,6 +48,11 @@ class MicroBatch:
     modified: list[str] = field(default_factory=list)
     scaler: dict[str, Any] | None = None
 
+    @property
+    def is_of_call(self) -> bool:
+        """Whether the batch is what the root was called with, since none came through the guard."""
+        return isinstance(self.batch, dict) and self.batch.keys() == {"args", "kwargs"}
+
 
 class AccumulationWindow:
     """The micro-batches of the step now running, and the buffers from before it.
@@ -124,6 +129,11 @@ class AccumulationWindow:
         self.micro_batches.append(micro_batch)
         self._versions.append([(path, tensor, _version(tensor)) for path, tensor in named_tensors_in(kept)])
         return micro_batch
+
+    @property
+    def is_of_calls(self) -> bool:
+        """Whether there are micro-batches, and each is the arguments of a call of the model."""
+        return bool(self.micro_batches) and all(micro_batch.is_of_call for micro_batch in self.micro_batches)
 
     def mark_reduced(self) -> None:
         """Note that gradients were communicated after the backward of the last micro-batch."""

@@ -12,14 +12,16 @@ from typing import Protocol
 
 from .command_text import replay_all_text, replay_text
 from .messages import seen, what, where
-from .types import WEIGHTS_WRITTEN, Evidence, FaultReport, Phase, Site
-from .wording import listed, plural
+from .types import CALLS_ONLY, WEIGHTS_WRITTEN, Evidence, FaultReport, Phase, SecondLook, Site
+from .wording import KIND_WORDS, listed, plural
 
 WIDTH = 110
 LABEL_WIDTH = 10
 MAX_SITES_SHOWN = 8
 MAX_NAMES_SHOWN = 6
 
+THROUGH_STEPS = "take batches from guard.steps(loader), or without a loader from guard.steps([batch])"
+_WITH_LABELS = (Phase.LOSS, Phase.BACKWARD, Phase.REDUCE, Phase.LOOP)
 _NO_RECIPE = "none given; replay needs --recipe module:function"
 _BOLD, _RED, _DIM, _PLAIN = "\x1b[1m", "\x1b[31m", "\x1b[2m", "\x1b[0m"
 
@@ -56,13 +58,31 @@ def fault_rows(report: FaultReport, lacks: str | None, script: str = "") -> list
     rows = [
         ("evidence", f"{_seen(report)}{_affected(report)}"),
         *_operator_rows(report),
-        ("cause", report.cause if report.cause != "unknown" and report.origin is not None else ""),
-        ("again", report.second_look.text if report.second_look is not None else ""),
+        ("cause", _cause(report)),
+        ("again", _again(report.second_look)),
         ("state", _state(report)),
-        *(("note", note) for note in (_not_known_who(report), *report.notes)),
+        # what the dump lacks is told with the next command
+        *(("note", note) for note in (_not_known_who(report), *report.notes) if note != CALLS_ONLY),
         ("next", _next_command(report, lacks, script) if report.dump_path else ""),
     ]
     return [(label, text) for label, text in rows if text]
+
+
+def _again(look: SecondLook | None) -> str:
+    """What came of the second look, its outcome first."""
+    if look is None:
+        return ""
+    outcome = look.outcome.replace("_", " ")
+    return look.text if look.text.startswith((outcome, "not known")) else f"{outcome}: {look.text}"
+
+
+def _cause(report: FaultReport) -> str:
+    """The cause as far as it is known; "" where the rows beside it say all that there is."""
+    is_known = report.cause != "unknown" and report.origin is not None
+    not_looked = report.second_look is not None and report.second_look.outcome == "not_done"
+    if report.cause == "unknown" and report.origin is not None and not_looked:
+        return "unknown: no operator was looked for, see the next row"
+    return report.cause if is_known else ""
 
 
 def _operator_rows(report: FaultReport) -> list[tuple[str, str]]:
@@ -100,7 +120,7 @@ def _evidence(origin: Site | None) -> str:
     if origin.phase is Phase.OPTIMIZER and origin.layer is None:
         return "a number in the optimizer's parameter groups"
     if evidence is None:
-        return "in the minimum and maximum of a tensor that was freed or changed since, so nothing is counted"
+        return f"seen {KIND_WORDS[origin.kind]}; the tensor is gone, so its elements were not counted"
     return _counts(evidence)
 
 
@@ -162,10 +182,11 @@ def _state(report: FaultReport) -> str:
 def _next_command(report: FaultReport, lacks: str | None, script: str) -> str:
     """The command that helps most with this fault: a replay where one is possible, else ``show``."""
     origin, dump = report.origin, str(report.dump_path)
+    lacks_labels = CALLS_ONLY in report.notes and origin is not None and origin.phase in _WITH_LABELS
     is_shared = origin is not None and (_came_to_several(origin) or bool(_not_known_who(report)))
-    if is_shared and lacks is None and origin is not None and origin.phase is Phase.LOOP and not script:
-        is_shared = False  # no recipe runs code of the loop
-    if is_shared and lacks is None and report.world_size > 1:
+    # no recipe runs code of the loop
+    is_run = origin is not None and (origin.phase is not Phase.LOOP or bool(script)) and not lacks_labels
+    if is_shared and is_run and lacks is None and report.world_size > 1:
         # communication may have brought the value, which a replay of one rank alone cannot show
         return replay_all_text(dump, script, report.world_size)
     is_update = origin is not None and origin.phase is Phase.OPTIMIZER and origin.layer is not None
@@ -173,6 +194,8 @@ def _next_command(report: FaultReport, lacks: str | None, script: str) -> str:
         return f"ddp-nanguard show {dump}; to replay an update, train with keep_previous=True"
     if lacks is not None:
         return f"ddp-nanguard show {dump}; to replay, {lacks}"
+    if lacks_labels:
+        return f"ddp-nanguard show {dump}; a replay would lack labels and the like: {THROUGH_STEPS}"
     if origin is not None and origin.phase is Phase.LOOP and not script:
         return f"ddp-nanguard show {dump}; to replay code of the loop: ddp-nanguard replay {dump} -- python train.py"
     return replay_text(dump, script)

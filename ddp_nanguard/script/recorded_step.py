@@ -113,7 +113,7 @@ class RecordedStep:
     @property
     def is_of_calls(self) -> bool:
         """Whether the batches are arguments of the model's calls, because training had no ``guard.steps``."""
-        return all(isinstance(m.batch, dict) and m.batch.keys() == {"args", "kwargs"} for m in self.window)
+        return all(micro_batch.is_of_call for micro_batch in self.window)
 
     def keep_loss(self, micro_batch: int, name: str, loss: Tensor) -> None:
         """A loss that the script watches."""

@@ -26,7 +26,7 @@ from ddp_nanguard.diagnosis.all_ranks import told_by_all_ranks
 from ddp_nanguard.diagnosis.diagnose import diagnosis_of
 from ddp_nanguard.diagnosis.experiments import around_experiment, stop_at_operator
 from ddp_nanguard.diagnosis.trace.events import Event
-from ddp_nanguard.diagnosis.trace.traced_step import Watcher
+from ddp_nanguard.diagnosis.trace.traced_step import Traced, Watcher
 from ddp_nanguard.diagnosis.trace_text import diagnosis_text
 from ddp_nanguard.distributed.exit import watch_exit
 from ddp_nanguard.dump.batch_codec import unregistered_type
@@ -47,10 +47,12 @@ from ddp_nanguard.replay.recipe import Recipe
 from ddp_nanguard.replay.run_step import Run, StepResult, gathered, has_raised, monitored, raised_text
 from ddp_nanguard.replay.session import is_compiled, what_needs_peers
 from ddp_nanguard.report.command_text import script_text
+from ddp_nanguard.report.text import THROUGH_STEPS
 from ddp_nanguard.report.types import RAISED
 from ddp_nanguard.wrappers import Wrapper, wrapper_of
 
 from .batch_types import LoadedTypes
+from .bystander import stand_by, take
 from .ending import end, end_cannot, end_wrong_usage
 from .monitor import ScriptMonitor
 from .recorded_step import RecordedBatches, RecordedCall, RecordedStep
@@ -66,6 +68,7 @@ class Takeover:
 
     Attributes:
         context, monitor: what the guard consists of.
+        misfit: why the model is not that of the dump, so that another guard of the script has to be it; else None.
 
     Collective: alone none of the guard's; else those of a guard, and at the end a gather of the results.
     """
@@ -84,6 +87,11 @@ class Takeover:
         except DumpError as error:
             end_wrong_usage(str(error))
         self._rank = self._own_rank()
+        self.misfit = self._why_other(model)
+        if self.misfit is not None:
+            stand_by(model, lambda: self._cannot(self.misfit or ""))
+            return
+        take()
         try:
             self._lay_in(model, _as_list(optimizer), scaler)
         except (DumpError, ValueError) as error:
@@ -110,7 +118,6 @@ class Takeover:
         self._refuse(why_not_replayable(dump, self._alone, by_script=True))
         wrapper = wrapper_of(model)
         self._refuse(self._why_not_alone(wrapper) if self._alone else None)
-        require_matching_parameters(dump, model, "script", "command")
         device = wrapper.compute_device()
         window = dump.window(rank, types=LoadedTypes(), device=device)
         self._refuse(_foreign_batch(window))
@@ -175,6 +182,20 @@ class Takeover:
                 return f"{name} lies on several ranks (tensor parallel): replay all {number} with {on_all}"
         return None
 
+    def _why_other(self, model: nn.Module) -> str | None:
+        try:
+            require_matching_parameters(self._dump, model, "script", "command")
+        except DumpError as error:
+            return str(error)
+        except (ValueError, TypeError):
+            return None  # no model that a guard takes: said where it is laid in
+        return None
+
+    @property
+    def alone(self) -> bool:
+        """Whether this process stands for all ranks."""
+        return self._alone
+
     def _refuse(self, reason: str | None) -> None:
         if reason is not None:
             raise DumpError(reason)
@@ -207,7 +228,7 @@ class Takeover:
             result.outcome = Outcome.CANNOT
             result.reason = (
                 "the loss takes tensors that did not come through the guard, such as labels, and met other ones here: "
-                "train with batches from guard.steps(loader), so that the dump has them"
+                f"so that the dump has them, {THROUGH_STEPS}"
             )
         elif result.outcome is not Outcome.SAME and self._step.is_of_calls:
             result.notes.append(
@@ -220,11 +241,19 @@ class Takeover:
 
     def _end_alone(self, result: Result, again: StepResult) -> NoReturn:
         data, text = result.to_dict(), outcome_text(result)
-        if self._step.watcher is not None:
-            found = diagnosis_of(self._dump, self._step.watcher.result(again.notes), result)
+        if self._step.watcher is not None and (traced := self._told(self._step.watcher.result(again.notes), result)):
+            found = diagnosis_of(self._dump, traced, result)
             data |= found.to_dict()
             text = "\n".join([*([text] if self._request.experiment is None else [""]), diagnosis_text(found)])
         end(self._request, data, text, EXIT_CODES[result.outcome])
+
+    @staticmethod
+    def _told(traced: Traced, result: Result) -> Traced | None:
+        """The trace, unless it is of another step than that of training and has found nothing."""
+        if result.outcome is not Outcome.CANNOT:
+            return traced
+        traced.notes.append("this step was not given all that training's was: the trace is of what it met here")
+        return traced if traced.first_nonfinite_op is not None else None
 
     def _end_on_all_ranks(self, result: Result, again: StepResult) -> NoReturn:
         """Rank 0 prints what all have to say. Collective: two gathers and a barrier; with a trace a broadcast too."""

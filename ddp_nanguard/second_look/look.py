@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -22,12 +23,23 @@ from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.context import GuardContext
 from ddp_nanguard.diagnosis.rules import TraceFacts
 from ddp_nanguard.diagnosis.trace.traced_step import Watcher
+from ddp_nanguard.distributed.group import RankGroup
 from ddp_nanguard.errors import line_of
 from ddp_nanguard.report.types import FaultReport, FirstOperator, SecondLook
 
 from .compare import own_sites
 from .obstacles import of_the_report, of_this_rank
-from .outcome import Concluded, as_compiled, concluded, hinted, in_a_hook, merged, on_the_makers_rank, taken_in
+from .outcome import (
+    Concluded,
+    as_compiled,
+    concluded,
+    hinted,
+    in_a_hook,
+    in_the_step,
+    merged,
+    on_the_makers_rank,
+    taken_in,
+)
 from .outside import is_outside, outside_place, runs_step
 from .place import Place, made_here, own_place, shared_place
 from .run import SecondRun, StepAgain
@@ -124,7 +136,7 @@ class _Look:
 
     def look(self) -> Looked:
         fault, ranks = self.fault, self.context.ranks
-        why = ranks.first_problem(of_this_rank(self.context, fault.record))
+        why = _first_obstacle(ranks, of_this_rank(self.context, fault.record))
         if why is not None:
             raise _NotDoneError(why)
         compiled = self._run(eager=False, everything=False) if self.step.is_compiled else None
@@ -137,6 +149,7 @@ class _Look:
             found = taken_in(found, self.shown)
             self.shown = merged(fault.report, seen, found)
         report = in_a_hook(on_the_makers_rank(_with_look(self.shown, found, place.operator)), place.hooked)
+        report = in_the_step(report, place.is_of_step)
         return Looked(report, second.findings, place.reason, self.must_stop)
 
     def _placed(self, second: SecondRun, shown: FaultReport, found: Concluded) -> tuple[Concluded, Place]:
@@ -264,6 +277,16 @@ class _Look:
         place = self._told(again, self.fault.report, "same")
         text = f"{found.text}; bad again with fresh memory filled with NaN: something reads memory that nobody wrote"
         return replace(found, text=text), place
+
+
+def _first_obstacle(ranks: RankGroup, mine: str | None) -> str | None:
+    """Why a rank cannot run the step again; without a rank where all have the same reason, as in a loop of one program.
+
+    Collective: one MAX all-reduce of 16 bytes, and where ranks differ `RankGroup.first_problem`, on the fault group.
+    """
+    mark = zlib.crc32((mine or "").encode())
+    largest, smallest = ranks.fault_group.largest(mark, -mark)
+    return mine if largest == -smallest else ranks.first_problem(mine)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -61,10 +62,18 @@ def _loaded() -> Any:
         digest.update(path.read_bytes())
     directory = Path(get_default_build_root()) / f"{NAME}-{torch.__version__}-{digest.hexdigest()}"
     directory.mkdir(parents=True, exist_ok=True)
+    built = directory / "built"
     with FileLock(directory / "builders.lock"):
-        (directory / "lock").unlink(missing_ok=True)  # torch's own, which stays behind a killed process
-        flags = ["-O0", "-g0"]
-        return load(NAME, [str(SOURCES / "device.cpp")], extra_cflags=flags, build_directory=str(directory))
+        if not built.exists():
+            (directory / "lock").unlink(missing_ok=True)  # torch's own, which stays behind a killed process
+            source, flags = str(SOURCES / "device.cpp"), ["-O0", "-g0"]
+            load(NAME, [source], extra_cflags=flags, build_directory=str(directory), is_python_module=False)
+            built.touch()
+    spec = importlib.util.spec_from_file_location(NAME, directory / f"{NAME}.so")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def core() -> Any:

@@ -45,7 +45,13 @@ def test_another_script_is_told_from_that_of_the_dump(dump: Path, tmp_path: Path
 
 
 def test_labels_that_did_not_come_through_the_guard_are_not_those_of_the_dump(tmp_path: Path) -> None:
-    bare = train(tmp_path, "in_main.py", "--bare")
+    stopped = launch(tmp_path, "in_main.py", "--bare")
+    (bare,) = (tmp_path / "nan_dumps").glob("step-*")
+    through = "take batches from guard.steps(loader), or without a loader from guard.steps([batch])"
+    told = [str(each.error_text).splitlines()[-1] for each in stopped]
+    lacks = f"nan_dumps/{bare.name}; a replay would lack labels and the like: {through}"
+    assert told == [f"  next:     ddp-nanguard show {lacks}"] * 2
+    assert through in command("show", str(bare)).output
     ended = launch(tmp_path, "in_main.py", "--bare", NANGUARD_REPLAY=str(bare))
     assert [outcome.exit_code for outcome in ended] == [5, 5], [outcome.describe() for outcome in ended]
     assert "the loss takes tensors that did not come through the guard, such as labels" in ended[0].output

@@ -134,3 +134,13 @@ def test_what_a_collective_of_the_loop_carried_is_run_on_all_ranks(tmp_path: Pat
     assert (alone.code, alone.outcome["outcome"]) == (4, "not_reproduced")
     assert "alone it was not given what a collective of the loop brings" in alone.outcome["reason"]
     assert "the fault is gone" not in alone.outcome["reason"]
+
+
+def test_of_several_guards_the_one_whose_model_is_in_the_dump_runs_the_step(tmp_path: Path) -> None:
+    dump = train(tmp_path, "two_guards.py")
+    alone = replay(dump, str(SCRIPTS / "two_guards.py"), options=("--trace",))
+    assert (alone.code, alone.outcome["outcome"], alone.outcome["rank"]) == (0, "same", 1), alone
+    assert first_line(alone)[0] == "aten.div.Tensor"
+    ended = launch(tmp_path, "two_guards.py", NANGUARD_REPLAY=str(dump))
+    assert [each.exit_code for each in ended] == [0, 0], [each.describe() for each in ended]
+    assert not (tmp_path / "other_dumps").exists()
