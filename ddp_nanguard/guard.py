@@ -76,9 +76,7 @@ class NanGuard:
         if bystander is not None:  # the dump is that of another guard of the script
             options = {**options, "enabled": False}
         alone = bystander is not None and bystander.alone
-        self._context = context = build_context(
-            model, optimizer, scaler, replay, group, options, answers_alone=alone
-        )
+        self._context = context = build_context(model, optimizer, scaler, replay, group, options, answers_alone=alone)
         # - a step: the monitor follows it, the policy acts on its verdict
         self._policy = FaultPolicy(context)
         self._monitor = StepMonitor(context, self._policy)

@@ -233,7 +233,9 @@ def _named(dump: Dump, spec: dict[str, Any]) -> Check:
         for key, value in planned.items()
         if origin.get(key) != value and not (key == "kind" and spec["phase"] == Phase.BACKWARD and value != "nan")
     ]
-    place = [f"rank {planned['rank']}", f"step {planned['step']}", planned["phase"], planned["layer"] or ""]
+    # what the reduce made is of no single rank in the report; that one rank holds it says where it was planted
+    whose = "held by rank" if spec["phase"] == Phase.REDUCE else "rank"
+    place = [f"{whose} {planned['rank']}", f"step {planned['step']}", planned["phase"], planned["layer"] or ""]
     return Check("named exactly", not wrong, "; ".join(wrong) or " · ".join(filter(None, place)))
 
 

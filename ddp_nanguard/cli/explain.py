@@ -7,11 +7,13 @@ import json
 from typing import TYPE_CHECKING
 
 from ddp_nanguard.errors import DumpError
+from ddp_nanguard.report.command_text import replay_text
 
 from .arguments import Commands, add_dump, add_replay_source
 
 if TYPE_CHECKING:
     from ddp_nanguard.diagnosis.diagnose import Diagnosis
+    from ddp_nanguard.dump.read import Dump
 
 
 def add_explain(commands: Commands) -> None:
@@ -37,6 +39,13 @@ def run_explain(options: argparse.Namespace) -> int:
     return 0
 
 
+def _why_not(dump: Dump, recipe: str | None, error: DumpError) -> str:
+    """Why the step was not run; without a recipe that is no error, and the script would run it."""
+    if recipe is not None or dump.manifest.recipe is not None:
+        return str(error)
+    return f"the step is run too by {replay_text(str(dump.path), dump.manifest.script or 'python train.py')}"
+
+
 def _explained(options: argparse.Namespace) -> Diagnosis:
     from ddp_nanguard.diagnosis.diagnose import diagnose, without_replay
     from ddp_nanguard.dump.read import open_dump
@@ -45,11 +54,11 @@ def _explained(options: argparse.Namespace) -> Diagnosis:
     if options.rank is not None:
         open_dump(options.dump).evidence(options.rank)  # a rank that the dump has not is wrong usage
     if options.no_replay:
-        return without_replay(open_dump(options.dump), None, "--no-replay")
+        return without_replay(open_dump(options.dump), None, "as --no-replay asks")
     try:
         session = open_session(options.dump, options.rank, options.recipe, options.device)
         outcome = session.plain()
     except DumpError as error:
         dump = open_dump(options.dump)  # a dump that cannot be read is wrong usage, a missing recipe is not
-        return without_replay(dump, None, str(error))
+        return without_replay(dump, None, _why_not(dump, options.recipe, error))
     return diagnose(session, outcome)

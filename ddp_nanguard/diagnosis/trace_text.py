@@ -91,9 +91,10 @@ def _role(event: Event) -> str:
 
 
 def _operator(event: Event) -> str:
+    # where code of the user's ran, as in a custom function, it is the backward of that, whatever its forward made last
     made = (
         f", backward of {event.forward_operator}"
-        if event.forward_operator and event.phase is EventPhase.BACKWARD
+        if event.forward_operator and event.phase is EventPhase.BACKWARD and not event.lines
         else ""
     )
     node = f" ({event.node})" if event.node else ""

@@ -31,6 +31,7 @@ from ddp_nanguard.report.text import error_text, replay_lacks
 from ddp_nanguard.report.types import CALLS_ONLY, FaultReport, Phase
 from ddp_nanguard.report.wording import listed
 from ddp_nanguard.second_look.look import Fault, Looked, look_again
+from ddp_nanguard.second_look.obstacles import of_the_report
 from ddp_nanguard.wrappers.grad_scaler import ScalerSnapshot
 
 from .cause import explained, known_before, told_why
@@ -121,7 +122,7 @@ class FaultPolicy:
         if warns and not self.context.ranks.peers_lost:
             return self._warn(report, judgement, record)
         # before anything slow or breakable: this line is what is left if the rest fails
-        _say(logging.ERROR, log_line(report))
+        _say(logging.ERROR, f"{'first sign, not yet the origin: ' if self._looks(report) else ''}{log_line(report)}")
         report = explained(self.context, record, findings, report, judgement.cause)
         # without peers nobody knows whether they would skip too, and ranks that part train different models
         if config.on_fault == "skip" and not self.context.ranks.peers_lost:
@@ -129,6 +130,11 @@ class FaultPolicy:
                 return self._skip(report, judgement, record)
             report = replace(report, notes=(*report.notes, self._why_no_skip()))
         return self._stop(report, judgement, record)
+
+    def _looks(self, report: FaultReport) -> bool:
+        """Whether a second look is going to tell more than the first sign."""
+        context = self.context
+        return context.config.look_again and not context.ranks.peers_lost and of_the_report(report) is None
 
     def _warn(self, report: FaultReport, judgement: Judgement, record: StepRecord) -> Decision:
         self.triage.let_through = record.step

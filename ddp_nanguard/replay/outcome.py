@@ -278,9 +278,9 @@ def _conclude(result: Result, then: Site | None, now: Site | None, parting: _Par
         result.outcome = Outcome.SAME
         shown = result.recorded is not None and result.replayed is not None
         is_finer = shown and not result.recorded.same_place(result.replayed)  # type: ignore[union-attr, arg-type]
-        result.reason = (
-            "the same bits; its place is known better now" if is_finer else "the same site and the same bits"
-        )
+        was_finer = shown and then is not None and then.same_place(result.replayed)  # type: ignore[arg-type]
+        better = "the second look in training knew its place better" if was_finer else "its place is known better now"
+        result.reason = f"the same bits; {better}" if is_finer else "the same site and the same bits"
         if not result.num_slots and not result.losses:
             result.reason = "the same site; nothing was recorded whose bits can be compared"
     elif now is None and then is not None:

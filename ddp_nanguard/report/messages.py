@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .types import FaultReport, Phase, Site
+from .types import FaultReport, InlineCode, Phase, Site
 from .wording import KIND_WORDS, layer_text
 
 
@@ -105,7 +105,7 @@ def seen(site: Site) -> str:
         case Phase.BACKWARD if site.slot == "grad":
             relation = "in the code of" if site.inline_code is not None or site.suspects else "at"
             before = site.inline_code.before if site.inline_code is not None else None
-            ends = f", before {layer_text(before)}" if before is not None else ""
+            ends = f", after {layer_text(before)} in the forward," if before is not None else ""
             return f"gradient {relation} {_call_text(site)}{ends} is {kind}"
         case Phase.BACKWARD | Phase.REDUCE | Phase.LOOP:
             return f"gradient of {site.slot} is {kind}"
@@ -134,11 +134,22 @@ def _inline_code_text(site: Site) -> str:
     if span.layer is None and span.after is None and span.before == "" and site.phase is Phase.BACKWARD:
         return f"code of the training step after the model: its backward gives a {kind} gradient"
     code = f"code of {layer_text(span.layer)}" if span.layer is not None else "code of the training step"
-    # in the order in which it ran: in backward, what comes after a layer stands before it in the code
-    ends = [
-        f"{word} {layer_text(name)}"
-        for word, name in (("after", span.after), ("before", span.before))
-        if name is not None and name != span.layer
-    ]
-    noun = "gradient" if site.phase is Phase.BACKWARD else "value"
-    return " ".join([code, " and ".join(ends)]).rstrip() + f": a {kind} {noun} that no watched layer made"
+    if site.phase is Phase.BACKWARD:
+        return f"{_in_backward(code, span)}: a {kind} gradient that no watched layer made"
+    ends = _ends(span, "after", "before")
+    return " ".join([code, " and ".join(ends)]).rstrip() + f": a {kind} value that no watched layer made"
+
+
+def _in_backward(code: str, span: InlineCode) -> str:
+    """The code by what stands around it in the forward: in backward, what comes after a layer stands before it."""
+    before, after = (None if name == span.layer else name for name in (span.before, span.after))
+    if before is not None and after is not None:
+        place = f" between {layer_text(before)} and {layer_text(after)}"
+    else:
+        place = "".join(f" {word}" for word in _ends(span, "before", "after"))
+    return f"{code}{place} (in the backward)"
+
+
+def _ends(span: InlineCode, after: str, before: str) -> list[str]:
+    found = ((after, span.after), (before, span.before))
+    return [f"{word} {layer_text(name)}" for word, name in found if name is not None and name != span.layer]

@@ -12,8 +12,8 @@ from typing import Protocol
 
 from .command_text import replay_all_text, replay_text
 from .messages import seen, what, where
-from .types import CALLS_ONLY, WEIGHTS_WRITTEN, Evidence, FaultReport, Phase, Site
-from .wording import listed, plural
+from .types import CALLS_ONLY, WEIGHTS_WRITTEN, Evidence, FaultReport, Phase, SecondLook, Site
+from .wording import KIND_WORDS, listed, plural
 
 WIDTH = 110
 LABEL_WIDTH = 10
@@ -58,13 +58,30 @@ def fault_rows(report: FaultReport, lacks: str | None, script: str = "") -> list
     rows = [
         ("evidence", f"{_seen(report)}{_affected(report)}"),
         *_operator_rows(report),
-        ("cause", report.cause if report.cause != "unknown" and report.origin is not None else ""),
-        ("again", report.second_look.text if report.second_look is not None else ""),
+        ("cause", _cause(report)),
+        ("again", _again(report.second_look)),
         ("state", _state(report)),
         *(("note", note) for note in (_not_known_who(report), *report.notes)),
         ("next", _next_command(report, lacks, script) if report.dump_path else ""),
     ]
     return [(label, text) for label, text in rows if text]
+
+
+def _again(look: SecondLook | None) -> str:
+    """What came of the second look, its outcome first."""
+    if look is None:
+        return ""
+    outcome = look.outcome.replace("_", " ")
+    return look.text if look.text.startswith((outcome, "not known")) else f"{outcome}: {look.text}"
+
+
+def _cause(report: FaultReport) -> str:
+    """The cause as far as it is known; "" where the rows beside it say all that there is."""
+    is_known = report.cause != "unknown" and report.origin is not None
+    not_looked = report.second_look is not None and report.second_look.outcome == "not_done"
+    if report.cause == "unknown" and report.origin is not None and not_looked:
+        return "unknown: no operator was looked for, see the next row"
+    return report.cause if is_known else ""
 
 
 def _operator_rows(report: FaultReport) -> list[tuple[str, str]]:
@@ -102,7 +119,7 @@ def _evidence(origin: Site | None) -> str:
     if origin.phase is Phase.OPTIMIZER and origin.layer is None:
         return "a number in the optimizer's parameter groups"
     if evidence is None:
-        return "in the minimum and maximum of a tensor that was freed or changed since, so nothing is counted"
+        return f"seen {KIND_WORDS[origin.kind]}; the tensor is gone, so its elements were not counted"
     return _counts(evidence)
 
 

@@ -49,7 +49,9 @@ RAISED = "on its own"
 """Ends the cause of a fault that was noticed since code of the job raised on a rank."""
 WEIGHTS_WRITTEN = "the weights were updated already, within the step"
 """Why no second look was possible, and what the weights are not."""
-CALLS_ONLY = "the batches did not come through guard.steps, so the dump holds what the model was called with, and no more"
+CALLS_ONLY = (
+    "the batches did not come through guard.steps, so the dump holds what the model was called with, and no more"
+)
 """A note where a replay may meet other labels than training did."""
 INFINITE_KINDS = ("inf", "-inf")
 

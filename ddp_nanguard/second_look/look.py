@@ -27,7 +27,17 @@ from ddp_nanguard.report.types import FaultReport, FirstOperator, SecondLook
 
 from .compare import own_sites
 from .obstacles import of_the_report, of_this_rank
-from .outcome import Concluded, as_compiled, concluded, hinted, in_a_hook, merged, on_the_makers_rank, taken_in
+from .outcome import (
+    Concluded,
+    as_compiled,
+    concluded,
+    hinted,
+    in_a_hook,
+    in_the_step,
+    merged,
+    on_the_makers_rank,
+    taken_in,
+)
 from .outside import is_outside, outside_place, runs_step
 from .place import Place, made_here, own_place, shared_place
 from .run import SecondRun, StepAgain
@@ -137,6 +147,7 @@ class _Look:
             found = taken_in(found, self.shown)
             self.shown = merged(fault.report, seen, found)
         report = in_a_hook(on_the_makers_rank(_with_look(self.shown, found, place.operator)), place.hooked)
+        report = in_the_step(report, place.is_of_step)
         return Looked(report, second.findings, place.reason, self.must_stop)
 
     def _placed(self, second: SecondRun, shown: FaultReport, found: Concluded) -> tuple[Concluded, Place]:

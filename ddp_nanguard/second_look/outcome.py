@@ -246,6 +246,30 @@ def in_a_hook(report: FaultReport, hooked: str | None) -> FaultReport:
     return replace(report, origin=site, sites=(site, *report.sites[1:]))
 
 
+def in_the_step(report: FaultReport, is_of_step: bool) -> FaultReport:
+    """The origin in the backward of code of the training step, where that made a value which a layer's gradient showed.
+
+    A gradient penalty runs through the layers twice: that the gradient of a layer's output was finite in one pass does
+    not say that the layer made what the other pass gave it.
+
+    Args:
+        report: so far.
+        is_of_step: whether the operator lies there.
+    """
+    origin, look = report.origin, report.second_look
+    output = look.operator.output if look is not None and look.operator is not None else None
+    if not is_of_step or output is None or origin is None or origin.phase is not Phase.BACKWARD:
+        return report
+    if origin.layer is None or origin.inline_code is not None or origin.suspects:
+        return report
+    kind = "nan" if output.num_nan else ("inf" if output.num_inf else "-inf")
+    code = InlineCode(None, None, None)
+    site = replace(
+        origin, layer=None, call=None, slot="grad", kind=kind, input_kind=None, inline_code=code, evidence=None
+    )
+    return replace(report, origin=site, sites=(site, *report.sites[1:]))
+
+
 def _is_within(layer: str, around: str) -> bool:
     return not around or layer.startswith(f"{around}.")
 

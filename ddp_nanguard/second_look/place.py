@@ -35,12 +35,14 @@ class Place:
         reason: one sentence; "" where no rule has one.
         is_taken_in: whether the value was there before the step was run again, in memory that the step only reads.
         hooked: where a hook of the job on a tensor made it, the layer whose own code made that tensor; else None.
+        is_of_step: whether the backward of code of the training step made it, outside every module.
     """
 
     operator: FirstOperator | None = None
     reason: str = ""
     is_taken_in: bool = False
     hooked: str | None = None
+    is_of_step: bool = False
 
 
 def own_place(facts: TraceFacts, calls: list[ModelCall], rank: int) -> Place:
@@ -60,7 +62,8 @@ def own_place(facts: TraceFacts, calls: list[ModelCall], rank: int) -> Place:
         reason = reason_for(facts)
         text = "" if reason.kind == "unknown" else reason.text[:MAX_REASON]
         operator = None if event is None else _operator(event, calls, rank)
-        return Place(operator, text, hooked=event.layer if event is not None and _is_in_hook(event) else None)
+        hooked = event.layer if event is not None and _is_in_hook(event) else None
+        return Place(operator, text, hooked=hooked, is_of_step=event is not None and _is_of_step(event))
     except Exception as error:  # a defect here must not replace the fault that is to be told
         _log.debug("second look: no place: %s: %s", type(error).__name__, error)
         return Place()
@@ -87,6 +90,12 @@ def _is_in_hook(event: Event) -> bool:
     """Whether code of the job ran where a node of torch's own was due: a hook on the tensor that the node made."""
     is_own = event.node is not None and re.search(r"Backward\d+$", event.node) is not None
     return event.phase is EventPhase.BACKWARD and bool(event.lines) and is_own
+
+
+def _is_of_step(event: Event) -> bool:
+    """Whether the node that ran was made by code outside every module; of other nodes it is not known."""
+    is_known = event.phase is EventPhase.BACKWARD and event.forward_operator is not None
+    return is_known and event.layer is None and not _is_in_hook(event)
 
 
 def _operator(event: Event, calls: list[ModelCall], rank: int) -> FirstOperator:
@@ -158,7 +167,7 @@ def _written(place: Place) -> str:
             "operator": operator.to_dict() if operator is not None else None,
             "reason": place.reason,
         }
-        data |= {"is_taken_in": place.is_taken_in, "hooked": place.hooked}
+        data |= {"is_taken_in": place.is_taken_in, "hooked": place.hooked, "is_of_step": place.is_of_step}
         text = json.dumps(data)
         if len(text.encode()) < 8000 or operator is None:
             return text
@@ -168,6 +177,4 @@ def _written(place: Place) -> str:
 def _read(text: str) -> Place:
     data: dict[str, Any] = json.loads(text)
     operator = data["operator"]
-    return Place(
-        FirstOperator.from_dict(operator) if operator else None, data["reason"], data["is_taken_in"], data["hooked"]
-    )
+    return Place(**{**data, "operator": FirstOperator.from_dict(operator) if operator else None})

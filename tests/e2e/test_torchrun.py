@@ -39,7 +39,10 @@ def test_the_demo_stops_names_and_replays(demo: tuple[subprocess.CompletedProces
 def test_the_readme_shows_the_real_message(demo: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     ended, dumps = demo
     (shown,) = re.findall(r"```text\n(NonFiniteError: .*?)```", (REPOSITORY / "README.md").read_text(), flags=re.DOTALL)
-    assert shown.replace("nan_dumps/", f"{dumps}/") in ended.stdout
+    told, following = shown.replace("nan_dumps/", f"{dumps}/").split("  next:     ")
+    assert told in ended.stdout
+    # the demo starts the example by its whole path, with arguments of its own
+    assert following.partition("examples/")[0].removesuffix("python ") in ended.stdout.split("  next:     ")[1]
 
 
 def test_the_dump_is_listed_and_shown(demo: tuple[subprocess.CompletedProcess[str], Path]) -> None:
@@ -51,6 +54,19 @@ def test_the_dump_is_listed_and_shown(demo: tuple[subprocess.CompletedProcess[st
     shown = command("show", str(dump), "--json").outcome
     assert shown == {name: json.loads((dump / "manifest.json").read_text())[name] for name in shown}
     assert (shown["origin"]["phase"], shown["origin"]["slot"], shown["origin"]["kind"]) == ("loss", "loss", "nan")
+
+
+def test_the_first_commands_of_the_readme_take_the_dump_of_the_demo(
+    demo: tuple[subprocess.CompletedProcess[str], Path],
+) -> None:
+    _, dumps = demo
+    commands = (REPOSITORY / "README.md").read_text().partition("## After a stop")[2]
+    first = re.findall(r"^ddp-nanguard (\w+) (nan_dumps\S*)", commands, flags=re.MULTILINE)[:3]
+    assert [name for name, _ in first] == ["list", "show", "explain"]
+    for name, path in first:
+        ended = command(name, path.replace("nan_dumps", str(dumps)))
+        assert ended.code == 0, ended
+    assert "the step is run too by ddp-nanguard replay" in ended.output and "names no recipe" not in ended.output
 
 
 def test_the_trace_is_that_of_the_readme(demo: tuple[subprocess.CompletedProcess[str], Path]) -> None:

@@ -80,7 +80,10 @@ def test_growth_from_the_history_alone() -> None:
     one = reason_for(TraceFacts(report(site("forward")), histories={0: histories[0], 1: history([1.0] * 6)}))
     assert "since step 4, on rank 0: " in one.sentence
     few = {rank: history([7.0, 7.0, 7.0, 1.0, 3.0, 4e6]) for rank in (0, 1)}
-    assert "the loss grew by a factor of 2000.00 per step" in reason_for(TraceFacts(report(site("loss")), histories=few)).sentence
+    assert (
+        "the loss grew by a factor of 2000.00 per step"
+        in reason_for(TraceFacts(report(site("loss")), histories=few)).sentence
+    )
 
 
 def test_state_from_the_report_alone() -> None:

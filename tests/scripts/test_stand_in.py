@@ -133,9 +133,7 @@ def _collectives() -> dict[str, Callable[[Tensor], Tensor]]:
         "differentiable all_gather": lambda x: torch.cat(differentiable.functional.all_gather(x)),
         "differentiable all_reduce": lambda x: differentiable.functional.all_reduce(x.clone()),
         "differentiable all_to_all": lambda x: differentiable.functional.all_to_all_single(torch.empty(SIZE, 2), x),
-        "differentiable reduce_scatter": lambda x: differentiable.functional.reduce_scatter(
-            torch.empty(2), rows_of(x)
-        ),
+        "differentiable reduce_scatter": lambda x: differentiable.functional.reduce_scatter(torch.empty(2), rows_of(x)),
     }
 
 
