@@ -84,7 +84,8 @@ def report_from(
         context: of the guard.
         record: of the step.
         shared: what they know.
-        cause, let_through: as in `report_of`.
+        cause: as in `report_of`.
+        let_through: likewise.
         silent: who of them was not heard, in words; "" where all were.
     """
     is_single = bool(silent)

@@ -350,7 +350,8 @@ class FaultPolicy:
 
         Args:
             record: of the step.
-            raised, meet: as in `report_without_collective`.
+            raised: as in `report_without_collective`.
+            meet: likewise.
 
         Returns:
             None where another thread is handling a fault.

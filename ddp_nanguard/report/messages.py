@@ -61,8 +61,8 @@ def what(site: Site) -> str:
             return f"gradient of {site.slot} is {kind}; the gradient of its layer's output was finite"
         case Phase.REDUCE if site.input_kind is not None:
             return (
-                f"gradient of {site.slot} is {kind} after communication; this rank's own gradient was finite: it came in "
-                "by the reduce, from another rank or made there"
+                f"gradient of {site.slot} is {kind} after communication; this rank's own gradient was finite: it came "
+                "in by the reduce, from another rank or made there"
             )
         case Phase.REDUCE:
             return f"gradient of {site.slot} is {kind} only after communication; every rank's own gradient was finite"

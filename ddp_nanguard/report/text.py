@@ -61,7 +61,8 @@ def fault_rows(report: FaultReport, lacks: str | None, script: str = "") -> list
         ("cause", _cause(report)),
         ("again", _again(report.second_look)),
         ("state", _state(report)),
-        *(("note", note) for note in (_not_known_who(report), *report.notes)),
+        # what the dump lacks is told with the next command
+        *(("note", note) for note in (_not_known_who(report), *report.notes) if note != CALLS_ONLY),
         ("next", _next_command(report, lacks, script) if report.dump_path else ""),
     ]
     return [(label, text) for label, text in rows if text]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.context import GuardContext
 from ddp_nanguard.diagnosis.rules import TraceFacts
 from ddp_nanguard.diagnosis.trace.traced_step import Watcher
+from ddp_nanguard.distributed.group import RankGroup
 from ddp_nanguard.errors import line_of
 from ddp_nanguard.report.types import FaultReport, FirstOperator, SecondLook
 
@@ -134,7 +136,7 @@ class _Look:
 
     def look(self) -> Looked:
         fault, ranks = self.fault, self.context.ranks
-        why = ranks.first_problem(of_this_rank(self.context, fault.record))
+        why = _first_obstacle(ranks, of_this_rank(self.context, fault.record))
         if why is not None:
             raise _NotDoneError(why)
         compiled = self._run(eager=False, everything=False) if self.step.is_compiled else None
@@ -275,6 +277,16 @@ class _Look:
         place = self._told(again, self.fault.report, "same")
         text = f"{found.text}; bad again with fresh memory filled with NaN: something reads memory that nobody wrote"
         return replace(found, text=text), place
+
+
+def _first_obstacle(ranks: RankGroup, mine: str | None) -> str | None:
+    """Why a rank cannot run the step again; without a rank where all have the same reason, as in a loop of one program.
+
+    Collective: one MAX all-reduce of 16 bytes, and where ranks differ `RankGroup.first_problem`, on the fault group.
+    """
+    mark = zlib.crc32((mine or "").encode())
+    largest, smallest = ranks.fault_group.largest(mark, -mark)
+    return mine if largest == -smallest else ranks.first_problem(mine)
 
 
 @contextlib.contextmanager

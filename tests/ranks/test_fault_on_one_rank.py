@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_nanguard import NonFiniteError
+from ddp_nanguard.report.types import CALLS_ONLY
 from tests.ranks import run_ranks
 from tests.ranks.small import NAN, guard_of
 
@@ -48,7 +49,7 @@ def test_what_one_rank_cannot_do_is_a_note_on_all(tmp_path: Any) -> None:
     assert (report["origin"]["rank"], report["origin"]["phase"], report["step"]) == (0, "loss", 2)
     gone = "not done: rank 1: buffer cache was not put back: the model has none of this name any more"
     kept = "non-finite before anything went wrong, which is no fault by itself: rank 0: lowest"
-    assert report["notes"] == [kept, gone]
+    assert report["notes"] == [kept, gone, CALLS_ONLY]
 
 
 def test_a_rank_whose_fault_path_fails_stops_and_so_do_its_peers(tmp_path: Any) -> None:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_nanguard import NanGuard, NonFiniteError
 from ddp_nanguard.dump import open_dump
 from ddp_nanguard.fault import policy
+from ddp_nanguard.report.types import CALLS_ONLY
 from tests.ranks import run_ranks
 from tests.ranks.small import NAN, sgd, small_model
 
@@ -324,7 +325,7 @@ def _with_unsaved(rank: int, world_size: int, dump_dir: str, timeout_s: float = 
 def test_a_registered_object_that_raises_does_not_replace_the_fault(tmp_path: Path) -> None:
     first, second = run_ranks(_with_unsaved, dump_dir=str(tmp_path))
     assert first == second
-    assert first[1]["origin"]["rank"] == 1 and first[1]["notes"] == []
+    assert first[1]["origin"]["rank"] == 1 and first[1]["notes"] == [CALLS_ONLY]
     dump = open_dump(first[1]["dump_path"])
     assert dump.ranks == [0, 1]
     assert dump.plain_state()["registered"]["schedule"] == {"count": 3}, "what rank 0 holds"
@@ -351,7 +352,7 @@ def test_a_defect_on_the_way_to_the_dump_does_not_replace_the_fault(tmp_path: Pa
     (text, report), (other_text, other) = run_ranks(_without_request, dump_dir=str(tmp_path))
     assert text.splitlines()[0] == other_text.splitlines()[0]
     assert report["origin"] == other["origin"] and report["origin"]["rank"] == 1
-    assert other["notes"] == ["dump: this rank has no part of it: KeyError: 'defect'"]
+    assert other["notes"] == [CALLS_ONLY, "dump: this rank has no part of it: KeyError: 'defect'"]
     assert open_dump(report["dump_path"]).ranks == [0]
 
 

@@ -160,7 +160,7 @@ def test_an_update_within_the_backward_is_met(found: dict[str, Pair], wrap: str)
     look = _looks(found[f"updated within, {wrap}"])
     assert (look["outcome"], look["text"]) == (
         "not_done",
-        "not done: rank 0: the weights were updated already, within the step",
+        "not done: the weights were updated already, within the step",
     )
 
 

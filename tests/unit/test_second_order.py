@@ -31,8 +31,8 @@ def test_a_penalty_is_named_where_a_layer_only_shows_its_gradient() -> None:
     with torch.no_grad():
         critic[0].bias.fill_(-1e3)  # no unit is active: the gradient of the input is 0
         batch /= 10
+    sum(guard.run(_penalised, batch).values()).backward()  # type: ignore[union-attr, no-untyped-call]
     with pytest.raises(NonFiniteError) as raised:
-        sum(guard.run(_penalised, batch).values()).backward()  # type: ignore[union-attr, no-untyped-call]
         optimizer.step()
     report = raised.value.report
     first, *rows = str(raised.value).splitlines()
