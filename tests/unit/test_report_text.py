@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
+from ddp_nanguard.report.messages import what, where
 from ddp_nanguard.report.text import error_text, fault_rows, human_size, replay_lacks, report_text
-from ddp_nanguard.report.types import FaultReport
+from ddp_nanguard.report.types import FaultReport, InlineCode, Phase, SecondLook
 from tests.dump_requests import report
 
 
@@ -60,3 +61,38 @@ def test_the_error_and_the_report_name_the_same_next_command(recipe, redact, dum
     assert error_text(found, lacks).splitlines()[-1] == f"  next:     {expected}"
     assert ("next", expected) in fault_rows(found, lacks)
     assert error_text(found, replay_lacks("train:recipe", redact=False, dump_weights=True)).endswith("--trace")
+
+
+def test_a_second_look_is_told_by_its_outcome_first():
+    told = {
+        "same": "same on all 2 ranks: deterministic",
+        "finite": "rank 1 finite on the second run, identical up to loss",
+        "not_done": "not done: no call of the model was seen in the step",
+    }
+    rows = {
+        outcome: dict(fault_rows(dataclasses.replace(report(), second_look=SecondLook(outcome, text)), None))
+        for outcome, text in told.items()
+    }
+    assert [row["again"] for row in rows.values()] == [told["same"], f"finite: {told['finite']}", told["not_done"]]
+
+
+def test_code_in_the_backward_is_told_by_the_forward():
+    origin = dataclasses.replace(
+        report().origin, phase=Phase.BACKWARD, slot="grad", inline_code=InlineCode("head", "head.w", "enc")
+    )
+    assert what(origin).startswith("code of head between enc and head.w (in the backward): ")
+    first = dataclasses.replace(origin, inline_code=InlineCode("head", "head.w", None))
+    assert what(first).startswith("code of head before head.w (in the backward): ")
+    last = dataclasses.replace(origin, inline_code=InlineCode("head", None, "enc"))
+    assert what(last).startswith("code of head after enc (in the backward): ")
+
+
+def test_one_ranks_view_of_the_reduce_speaks_of_no_other_gradient():
+    alone = dataclasses.replace(
+        report().origin, rank=None, phase=Phase.REDUCE, layer=None, call=None, slot="w", input_kind="unchecked"
+    )
+    text = f"{', '.join(where(alone))}: {what(alone)}"
+    assert text.startswith("a rank not known here, ") and text.endswith(
+        "by the reduce, from another rank or made there"
+    )
+    assert "every rank" not in text and "no single rank" not in text

@@ -22,7 +22,7 @@ def _penalised(critic: nn.Module, batch: Tensor) -> dict[str, Tensor]:
     return {"score": critic(batch.detach()).mean(), "penalty": (size - 1).pow(2).mean()}
 
 
-def test_a_penalty_is_named_where_a_layer_only_shows_its_gradient() -> None:
+def test_a_penalty_is_named_where_a_layer_only_shows_its_gradient(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     critic = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(critic.parameters(), lr=0.01)
@@ -38,6 +38,8 @@ def test_a_penalty_is_named_where_a_layer_only_shows_its_gradient() -> None:
     first, *rows = str(raised.value).splitlines()
     place = "rank 0, step 0, micro-batch 0, backward: code of the training step (in the backward)"
     assert first == f"{place}: a -Inf gradient that no watched layer made"
+    assert caplog.messages[0].startswith("first sign, not yet the origin: rank 0 · step 0 · ")
+    assert caplog.messages[-1].startswith("rank 0 · step 0 · ") and "second look: same" in caplog.messages[-1]
     assert report.origin is not None and report.origin.layer is None and report.second_look is not None
     assert report.second_look.operator is not None and "_penalised" in str(report.second_look.operator.line)
     assert any(row.startswith("  evidence: output of aten.div.Tensor: (4,)") for row in rows), rows
