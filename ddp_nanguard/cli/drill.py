@@ -234,7 +234,7 @@ def _named(dump: Dump, spec: dict[str, Any]) -> Check:
         if origin.get(key) != value and not (key == "kind" and spec["phase"] == Phase.BACKWARD and value != "nan")
     ]
     # what the reduce made is of no single rank in the report; that one rank holds it says where it was planted
-    whose = "held by rank" if spec["phase"] == Phase.REDUCE else "rank"
+    whose = "no single rank, held by rank" if spec["phase"] == Phase.REDUCE else "rank"
     place = [f"{whose} {planned['rank']}", f"step {planned['step']}", planned["phase"], planned["layer"] or ""]
     return Check("named exactly", not wrong, "; ".join(wrong) or " · ".join(filter(None, place)))
 
