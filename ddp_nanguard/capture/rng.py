@@ -174,10 +174,10 @@ def restore(state: RandomState, generators: Generators | None = None, device: to
         "numpy": lambda: np.random.set_state(state.numpy),
         "torch": lambda: torch.set_rng_state(_cpu_bytes(state.torch)),
     }
-    if state.device is not None:
-        streams[state.device_type or "device"] = lambda: _restore_device(state, device)
     for name, saved in state.others.items():
         streams[name] = lambda name=name, saved=saved: _restore_other(name, saved)  # type: ignore[misc]
+    if state.device is not None:  # after the others, of which one may be this rank's own device by now
+        streams[state.device_type or "device"] = lambda: _restore_device(state, device)
     for name, saved in state.generators.items():
         # defaults bind the loop's variables now, not when the function runs
         streams[f"generator {name}"] = lambda name=name, saved=saved: _restore_generator(  # type: ignore[misc]

@@ -88,8 +88,14 @@ def wrap_like(
     """
     if wrapper_class(description["kind"]).communicates and not dist.is_initialized():
         # A HashStore needs neither a port nor a file.
-        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        dist.init_process_group(_backends_for(module), store=HashStore(), rank=0, world_size=1)
     return _WRAP[description["kind"]](module, description, group, mesh)
+
+
+def _backends_for(module: nn.Module) -> str:
+    """Gloo for tensors of the CPU, and torch's own choice for those of the device that the module is on."""
+    kinds = {parameter.device.type for parameter in module.parameters()} - {"cpu", "meta"}
+    return ",".join(["cpu:gloo", *(f"{kind}:{dist.get_default_backend_for_device(kind)}" for kind in sorted(kinds))])
 
 
 def wrapper_class(kind: str) -> type[Wrapper]:

@@ -94,3 +94,4 @@ def _written(tensors: list[Tensor], hosts: list[Tensor]) -> Any:
 def register() -> None:
     """Make the backend known to torch."""
     dist.Backend.register_backend(NAME, StagedGroup, devices=["cuda"])
+    dist.Backend.default_device_backend_map["cuda"] = NAME
