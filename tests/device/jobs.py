@@ -92,10 +92,16 @@ def batches(device: torch.device, count: int, bad: int | None = None) -> Iterato
         yield values.to(device), torch.tensor([0.0 if index == bad else 1.0]).to(device)
 
 
-def train(guard: Any, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], **given: Any) -> None:
-    """One step."""
+def train(
+    guard: Any,
+    optimizer: torch.optim.Optimizer,
+    batch: tuple[Tensor, Tensor],
+    number: float | None = None,
+    **given: Any,
+) -> None:
+    """One step; a loss that is a number is held by the host."""
     loss = guard(*batch, **given).square().mean()
-    guard.watch(loss=loss)
+    guard.watch(loss=loss, number=number)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -13,7 +13,15 @@ from . import jobs
 FIRST, LAST = 6, 9  # steps that are counted: the ring is full by then
 
 
-def _asked(rank: int, world_size: int, wrapper: str, sets_device: bool, num_blocks: int, **options: Any) -> Any:
+def _asked(
+    rank: int,
+    world_size: int,
+    wrapper: str,
+    sets_device: bool,
+    num_blocks: int,
+    number: float | None = None,
+    **options: Any,
+) -> Any:
     """What the device is asked by a step without the guard, and by one with it."""
     import torch
 
@@ -33,7 +41,7 @@ def _asked(rank: int, world_size: int, wrapper: str, sets_device: bool, num_bloc
                 entered = simulated_cuda.logging()
                 log = entered.__enter__()
             # as many calls as it likes: no step waits for the memory that tells how to judge its slots
-            jobs.train(guard, optimizer, batch, num_runs=1 + step % 3)
+            jobs.train(guard, optimizer, batch, number, num_runs=1 + step % 3)
         entered.__exit__(None, None, None)
         guard.close()
         logs.append(log)
@@ -64,7 +72,14 @@ SETUPS = {
 @pytest.mark.parametrize("wrapper", SETUPS)
 def test_a_clean_step_waits_once_and_touches_its_own_device_only(simulated: str, wrapper: str) -> None:
     found = run_ranks(
-        _asked, 1 if wrapper == "plain" else 2, 60, device=simulated, wrapper=wrapper, sets_device=False, num_blocks=1
+        _asked,
+        1 if wrapper == "plain" else 2,
+        60,
+        device=simulated,
+        wrapper=wrapper,
+        sets_device=False,
+        num_blocks=1,
+        number=1.0 if wrapper == "plain" else None,
     )
     for each in found:
         assert each["waits"] == SETUPS[wrapper]["waits"]
