@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from ddp_nanguard import NanGuard
+from ddp_nanguard import NanGuard, NonFiniteError
 from tests.ranks import run_ranks
 from tests.training import digest
 
@@ -88,3 +88,34 @@ def test_a_second_look_among_them_leaves_them_as_they_were(accumulated: list[Any
         (unguarded, _), _, (looked, told) = rank[wrapper]
         assert looked == unguarded
         assert len(told) > 0 and "second look: same" in told[-1], told
+
+
+def _left_running(rank: int, world_size: int) -> dict[str, Any]:
+    """Two micro-batches that are both reduced, of which FSDP2 waits for the second only; rank 1 spoils the first."""
+    found: dict[str, Any] = {"gradients": []}
+    for guarded, bad in ((False, False), (True, False), (True, True)):
+        model = _wrapped("fsdp2")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        guard = NanGuard(model, optimizer, dump_dir=None, enabled=guarded)
+        for index in range(2):
+            model.set_is_last_backward(index == 1)
+            output = guard(torch.full((2, 4), float(index + 1 + rank)))
+            output.register_hook(lambda g, spoil=bad and rank == 1 and index == 0: g * float("nan") if spoil else g)
+            output.sum().backward()
+        found["gradients"].append({n: digest(p.grad) for n, p in model.named_parameters() if p.grad is not None})
+        try:
+            optimizer.step()
+        except NonFiniteError as error:
+            found["origin"], found["text"] = error.report.to_dict()["origin"], str(error)
+        guard.close()
+    return found
+
+
+def test_a_reduce_that_is_left_running_is_not_read_before_its_end() -> None:
+    found = run_ranks(_left_running, timeout_s=40)
+    for each in found:
+        without, guarded, _ = each["gradients"]
+        assert without == guarded != {}
+        assert each["text"] == found[0]["text"]
+    origin = found[0]["origin"]
+    assert (origin["rank"], origin["phase"], origin["micro_batch"]) == (1, "backward", 0), found[0]["text"]
