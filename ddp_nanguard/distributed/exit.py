@@ -18,6 +18,8 @@ from typing import Any, Protocol
 from ddp_nanguard.errors import NonFiniteError, line_of
 from ddp_nanguard.hooks.frames import is_users_own
 
+from .launcher import tell_launcher
+
 _log = logging.getLogger(__name__)
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
@@ -68,6 +70,7 @@ def _ended(kind: type[BaseException], error: BaseException, traceback: Traceback
         traceback = _users_frames(traceback)
         previous(kind, error.with_traceback(traceback), traceback)
         _flush()
+        tell_launcher(f"{kind.__name__}: {error}", error.report.origin_rank)
         error.barrier()  # torchrun ends all workers once one has failed, and peers may still write their dumps
         exit_process(error.exit_code)
     previous(kind, error, traceback)

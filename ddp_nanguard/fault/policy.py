@@ -21,6 +21,7 @@ from ddp_nanguard.capture.command import command
 from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.context import GuardContext
 from ddp_nanguard.distributed.exit import exit_process
+from ddp_nanguard.distributed.launcher import tell_launcher
 from ddp_nanguard.dump.manifest import amend_report
 from ddp_nanguard.dump.write import write_dump
 from ddp_nanguard.errors import NonFiniteError, line_of
@@ -366,7 +367,9 @@ class FaultPolicy:
             _say(logging.ERROR, log_line(report))
             lacks = self.context.reach.lacks()
             report = self._dumped(_with_notes(report, [lacks]) if lacks else report, findings, record)
-            _say(logging.ERROR, self._text(report))
+            text = self._text(report)
+            _say(logging.ERROR, text)
+            tell_launcher(f"{NonFiniteError.__name__}: {text}", report.origin_rank)
             return report
 
     def dump_with_peer(self, record: StepRecord, text: str, meet: Meet) -> bool:

@@ -328,6 +328,11 @@ class FaultReport:
     dump_path: str | None = None
     second_look: SecondLook | None = None
 
+    @property
+    def origin_rank(self) -> int | None:
+        """The rank where it began; None where that is no single one, or not known."""
+        return None if self.origin is None else self.origin.rank
+
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON-ready data; non-finite numbers are the strings "nan", "inf" and "-inf"."""
         origin = self.origin

@@ -125,3 +125,5 @@ def test_a_clean_run_ends_with_code_0(tmp_path: Path) -> None:
 def test_a_faulty_run_ends_with_code_65_and_one_text_on_all_ranks(tmp_path: Path) -> None:
     faulty = faulty_exit(tmp_path / "faulty")
     assert is_faulty(faulty), faulty
+    root = faulty.summary.partition("Root Cause (first observed failure):")[2]
+    assert "rank      : 1 (" in root and "NonFiniteError: rank 1, step 30" in root, faulty.summary
