@@ -39,7 +39,7 @@ def _stop_in(rank: int) -> tuple[str | None, str]:
 
 
 def test_the_verdict_goes_where_the_group_can_reduce_it(tmp_path: Any) -> None:
-    first, second = run_ranks(_each_kind, directory=str(tmp_path))
+    first, second = run_ranks(_each_kind, timeout_s=40, directory=str(tmp_path))
     assert first == second
     for backend, (text, device) in first.items():
         assert text is not None and "rank 1, step 1" in text, (backend, text)
