@@ -49,7 +49,9 @@ def copies(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tens
     found = {f"model.{name}": local_of(tensor).cpu().clone() for name, tensor in named(model.named_parameters())}
     for parameter, state in optimizer.state.items():
         tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-        found |= {f"optim.0.{names[id(parameter)]}.{key}": local_of(value).cpu().clone() for key, value in tensors.items()}
+        found |= {
+            f"optim.0.{names[id(parameter)]}.{key}": local_of(value).cpu().clone() for key, value in tensors.items()
+        }
     return found
 
 
