@@ -167,7 +167,6 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& given, bool non_blocking) 
     return self;
   }
   require_alive();
-  read_now(device, stream);
   bool pins = is_pinned(to_device ? from.const_data_ptr() : self.const_data_ptr());
   if (to_device && from_device) {
     note("copy on device", device, stream, bytes);
@@ -183,6 +182,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& given, bool non_blocking) 
     note(to_device ? "H2D wait" : "D2H wait", device, stream, bytes);
     run_stream(device, stream);
   }
+  read_now(device, stream);
   copy_now(self, from);
   return self;
 }
