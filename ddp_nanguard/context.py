@@ -32,6 +32,9 @@ from .tensors.variables import bad_variables
 from .wrappers import GradientWatch, Wrapper, compiled_modules
 from .wrappers.grad_scaler import WatchedScaler
 
+COPY_GRACE_S = 1.0
+"""How long copies of batches are given that are on their way from a device which waits for a peer."""
+
 
 @dataclass(frozen=True)
 class Reach:
@@ -49,6 +52,13 @@ class Reach:
     def covers(self, order: int) -> bool:
         """Whether the slot of this execution order has been written for sure."""
         return self.up_to is None or order <= self.up_to
+
+    @property
+    def waits_s(self) -> float | None:
+        """How long to wait for what the device is still to do; None: until it has done it."""
+        if not self.answers:
+            return 0.0
+        return None if self.up_to is None else COPY_GRACE_S
 
     def lacks(self) -> str | None:
         """What was not looked at for that, in words."""

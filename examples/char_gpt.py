@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -149,8 +150,11 @@ def main() -> None:
     parser.add_argument("--out", default="nan_dumps", help="directory for dumps")
     options = parser.parse_args()
     USES_AMP = options.amp
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     train(options.lr, options.steps, options.out, device)
     gc.collect()
     dist.destroy_process_group()

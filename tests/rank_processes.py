@@ -327,9 +327,8 @@ def _run(task: _Task) -> Any:
 
 def _backend_for(device: str) -> str:
     if device == SIMULATED:
-        from tests.device import simulated_cuda, staged
+        from tests.device import staged
 
-        simulated_cuda.activate()
         staged.register()
         return f"cpu:gloo,cuda:{staged.NAME}"
     return "cpu:gloo,cuda:nccl" if device == REAL else "gloo"

@@ -66,9 +66,9 @@ def rescan(context: GuardContext, record: StepRecord) -> RankFindings:
 
     Host sync: one per tensor. No collective.
     """
+    record.window.wait_for_copies(context.reach.waits_s)
     if not context.reach.answers:
         return RankFindings([], [], NonFiniteState(), [], False, False, False)
-    record.window.wait_for_copies()
     if context.reach.up_to is None:
         context.flush_compiled()
         # a backward that raised has left pending gradients behind, which no callback of the engine flushes any more

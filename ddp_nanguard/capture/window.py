@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import functools
-import logging
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,16 +12,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ddp_nanguard.errors import Undone, line_of
+from ddp_nanguard.errors import Undone
 from ddp_nanguard.tensors.containers import copy_containers, named_tensors_in, path_text
+from ddp_nanguard.tensors.dtypes import dtype_name
 from ddp_nanguard.tensors.minmax import kind_in
 from ddp_nanguard.tensors.written import write_back
 
 from . import rng
+from .host_copies import HostCopies
 from .model_calls import ModelCalls
 from .rng import RandomState
-
-_log = logging.getLogger(__name__)
 
 SMALL_BYTES = 2**20
 """Integer and boolean buffers up to this size (counters, usage tables) are copied too; larger ones are constants."""
@@ -60,7 +59,7 @@ class AccumulationWindow:
     Args:
         device: of the model; its random state is kept too, and those of `rng.other_devices`.
         copy_batch: whether batch tensors are copied instead of referred to.
-        hold: where batches are held; ``host`` copies them to pinned memory without waiting.
+        hold: where batches are held; ``host`` copies them, see [Note: batches held on the host].
         weights: the model's parameters.
         modules: the model's modules.
 
@@ -92,9 +91,9 @@ class AccumulationWindow:
         # versions tell
         self.micro_batches: list[MicroBatch] = []
         self.reduced_micro_batches: set[int] = set()
-        self._keep_tensor = _to_host if hold == "host" else (_clone if copy_batch else _same)
-        self._versions: list[list[tuple[tuple[Any, ...], Tensor, int]]] = []
-        self._copies_under_way: list[torch.Event] = []
+        self._copies = HostCopies(is_ordered=copy_batch) if hold == "host" else None
+        self._keep_tensor = _clone if copy_batch else _same
+        self._versions: list[list[_Version]] = []
 
         # - Copies of the buffers. Their memory stays from window to window, so a flag says whether they are valid
         self._buffers: dict[str, Tensor] = {}
@@ -105,6 +104,7 @@ class AccumulationWindow:
         other = copy.copy(self)
         other.micro_batches, other._versions, other._buffers, other._has_buffers = [], [], {}, False
         other.reduced_micro_batches, other.calls = set(), self.calls.empty_copy()
+        other._copies = self._copies and self._copies.empty_copy()
         return other
 
     def frozen_copy(self) -> AccumulationWindow:
@@ -120,20 +120,29 @@ class AccumulationWindow:
         Args:
             batch: the loader's item. Its containers are copied, its tensors kept as the options say.
 
-        Host sync: none (``hold="host"`` copies without waiting).
+        Host sync: none.
         """
-        kept = _kept(batch, self._keep_tensor)
+        kept = self._held(batch) if self._copies is not None else _kept(batch, self._keep_tensor)
         micro_batch = MicroBatch(
             len(self.micro_batches), kept, rng.capture(self._device, self.generators, self.other_devices)
         )
         self.micro_batches.append(micro_batch)
-        self._versions.append([(path, tensor, _version(tensor)) for path, tensor in named_tensors_in(kept)])
+        # what is being copied may be written to meanwhile; copies that were waited for are as safe as others
+        source = batch if self._copies is not None and not self._copies.is_ordered else kept
+        self._versions.append([_Version(path, tensor) for path, tensor in named_tensors_in(source)])
         return micro_batch
 
     @property
     def is_of_calls(self) -> bool:
         """Whether there are micro-batches, and each is the arguments of a call of the model."""
         return bool(self.micro_batches) and all(micro_batch.is_of_call for micro_batch in self.micro_batches)
+
+    def _held(self, batch: Any) -> Any:
+        assert self._copies is not None
+        self._copies.hold_up_computation()  # of the batches before
+        kept = _kept(batch, self._copies.keep)
+        self._copies.end_batch()
+        return kept
 
     def mark_reduced(self) -> None:
         """Note that gradients were communicated after the backward of the last micro-batch."""
@@ -195,22 +204,58 @@ class AccumulationWindow:
     def record_modified(self) -> None:
         """Find out which batch tensors the step has changed in place, by their versions. Host sync: none."""
         for micro_batch, versions in zip(self.micro_batches, self._versions, strict=True):
-            changed = [path for path, tensor, version in versions if _version(tensor) != version]
-            micro_batch.modified = [path_text(path) for path in changed]
+            micro_batch.modified = [path_text(version.path) for version in versions if version.has_changed()]
 
-    def wait_for_copies(self) -> None:
-        """Wait until the copies of batches that ``hold="host"`` makes are there. Host sync: one where there are any."""
-        for event in self._copies_under_way:
-            event.synchronize()
-        self._copies_under_way = []
+    def wait_for_copies(self, within_s: float | None = None) -> None:
+        """Wait until the copies of batches that ``hold="host"`` makes are there; those that do not come are described.
+
+        Args:
+            within_s: how long at most; None waits for the device, which must not have stopped.
+
+        Host sync: one where there are any.
+        """
+        if self._copies is None:
+            return
+        for micro_batch, is_there in zip(self.micro_batches, self._copies.wait(within_s), strict=False):
+            if not is_there:
+                micro_batch.batch = described(micro_batch.batch)
+
+    def end_copies(self) -> None:
+        """The step is over: what comes after it may write to the memory of its batches. Host sync: none."""
+        if self._copies is None:
+            return
+        self._copies.hold_up_computation()
+        if any(version.has_changed() for versions in self._versions for version in versions):
+            self._copies.order()
 
     def clear(self) -> None:
         """Forget the window; the memory of the buffers' copies stays for the next one."""
+        self.end_copies()
         self.micro_batches = []
         self.reduced_micro_batches = set()
         self.calls.clear()
         self._versions = []
         self._has_buffers = False
+        self._copies = self._copies and self._copies.empty_copy()
+
+
+class _Version:
+    """How often a tensor of a batch had been written to when it was kept. The tensor may go meanwhile."""
+
+    def __init__(self, path: tuple[Any, ...], tensor: Tensor) -> None:
+        self.path = path
+        self._tensor, self._version = weakref.ref(tensor), _version(tensor)
+
+    def has_changed(self) -> bool:
+        """Whether it has been written to since, as far as there is anybody who could tell."""
+        tensor = self._tensor()
+        return tensor is not None and _version(tensor) != self._version
+
+
+def described(batch: Any) -> dict[str, Any]:
+    """Shapes and dtypes in the place of a batch, and nothing else of its contents."""
+    named = {path_text(path): tensor for path, tensor in named_tensors_in(batch)}
+    return {"redacted": {path: {"shape": list(t.shape), "dtype": dtype_name(t.dtype)} for path, t in named.items()}}
 
 
 def _kept(batch: Any, keep: Callable[[Tensor], Tensor]) -> Any:
@@ -229,26 +274,6 @@ def _same(tensor: Tensor) -> Tensor:
 
 def _clone(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    if tensor.device.type == "cpu":
-        return tensor
-    try:
-        held = torch.empty_like(tensor, device="cpu", pin_memory=True)
-    except RuntimeError as error:  # sparse tensors, and devices without pinned memory
-        _say_once(f"option hold_batches='host': a {_kind_of(tensor)} tensor stays where it is: {line_of(error)}")
-        return tensor
-    return held.copy_(tensor.detach(), non_blocking=True)
-
-
-def _kind_of(tensor: Tensor) -> str:
-    return f"{str(tensor.layout).removeprefix('torch.')} {tensor.device.type}"
-
-
-@functools.cache
-def _say_once(text: str) -> None:
-    _log.warning("%s", text)
 
 
 def _version(tensor: Tensor) -> int:

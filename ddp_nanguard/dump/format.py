@@ -381,17 +381,6 @@ def write_tensors(
     return _write_file(root, path, fill, tell)
 
 
-def digest_tensor(tensor: torch.Tensor, size: int) -> bytes:
-    """Digest of a tensor's bytes, dtype and shape, ``size`` bytes long.
-
-    Host sync: one blocking copy per 16 MiB of a device tensor.
-    """
-    digest = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=size)
-    for block in host_blocks(tensor):
-        digest.update(block)
-    return digest.digest()
-
-
 def open_tensors(path: Path) -> Any:
     """A safetensors file, opened lazily; its header is checked against its length.
 

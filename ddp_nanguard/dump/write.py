@@ -30,7 +30,6 @@ from .format import (
     DumpName,
     FileEntry,
     check_header,
-    digest_tensor,
     list_file,
     rank_name,
     ranks_in,
@@ -41,12 +40,12 @@ from .progress import Progress
 from .rank_files import Problems, RankFiles, reason, tensor_bytes
 from .request import DumpRequest, DumpResult
 from .state import save_state
-from .thread_map import thread_map
+from .tensor_digest import DIGEST_BYTES, digests
 
 __all__ = ["DumpRequest", "DumpResult", "write_dump"]
 
 KEY_BYTES = 8
-ROW_BYTES = 16
+ROW_BYTES = KEY_BYTES + DIGEST_BYTES
 """A row of the table of replicas: 8 bytes that stand for name and place of a piece, 8 for its content."""
 MAX_NAMES = 8
 """Names of differing tensors that each rank tells its peers."""
@@ -201,9 +200,7 @@ class _Together:
         replicas, most = self.group.largest(request.replica_index, len(request.state))
         if replicas == 0 or most == 0:
             return set()
-        rows = self.problems.guard(
-            "replicas not compared", lambda: thread_map(lambda i: _row(request, i), range(len(request.state)))
-        )
+        rows = self.problems.guard("replicas not compared", lambda: _rows(request))
         table = torch.zeros((request.num_shards, most, ROW_BYTES), dtype=torch.uint8, device="cpu")
         if rows and request.replica_index == 0:
             table[request.shard_index, : len(rows)] = torch.frombuffer(
@@ -385,10 +382,11 @@ def _progress(request: DumpRequest, size_bytes: int) -> Progress:
     return Progress(what, size_bytes, speaks=request.rank == 0)
 
 
-def _row(request: DumpRequest, index: int) -> bytes:
-    shard = request.state[index]
-    key = hashlib.blake2b(f"{shard.name} {shard.offsets}".encode(), digest_size=KEY_BYTES).digest()
-    return key + digest_tensor(shard.tensor, ROW_BYTES - KEY_BYTES)
+def _rows(request: DumpRequest) -> list[bytes]:
+    keys = (f"{shard.name} {shard.offsets}".encode() for shard in request.state)
+    contents = digests([shard.tensor for shard in request.state])
+    pairs = zip(keys, contents, strict=True)
+    return [hashlib.blake2b(key, digest_size=KEY_BYTES).digest() + content for key, content in pairs]
 
 
 def _lack(needed: int, free: int, root: Path) -> str:

@@ -19,7 +19,7 @@ from ddp_nanguard.blame.inspect import RankFindings
 from ddp_nanguard.blame.report import not_checked
 from ddp_nanguard.capture.command import command, launcher_variables
 from ddp_nanguard.capture.record import StepRecord
-from ddp_nanguard.capture.window import MicroBatch
+from ddp_nanguard.capture.window import MicroBatch, described
 from ddp_nanguard.context import GuardContext
 from ddp_nanguard.distributed.fault_group import FaultGroup
 from ddp_nanguard.dump.history import FAULT, step_prefix
@@ -36,7 +36,7 @@ from ddp_nanguard.probes.slots import SlotStats
 from ddp_nanguard.probes.sources import LossSource
 from ddp_nanguard.probes.state import state_of
 from ddp_nanguard.report.types import MAX_SITES, FaultReport, Phase
-from ddp_nanguard.tensors.containers import named_tensors_in, path_text
+from ddp_nanguard.tensors.containers import named_tensors_in
 from ddp_nanguard.tensors.dtypes import dtype_name
 from ddp_nanguard.tensors.shards import TensorShard
 from ddp_nanguard.wrappers.weights import add_tensor, weights
@@ -95,10 +95,8 @@ def dump_request(context: GuardContext, record: StepRecord, findings: RankFindin
 
 
 def _redacted(micro_batch: MicroBatch) -> MicroBatch:
-    """The micro-batch with its tensors described instead of kept, and nothing else of its contents."""
-    named = {path_text(path): tensor for path, tensor in named_tensors_in(micro_batch.batch)}
-    described = {path: {"shape": list(t.shape), "dtype": dtype_name(t.dtype)} for path, t in named.items()}
-    return replace(micro_batch, batch={"redacted": described})
+    """The micro-batch with its tensors described instead of kept."""
+    return replace(micro_batch, batch=described(micro_batch.batch))
 
 
 def _readable_slots(context: GuardContext, record: StepRecord) -> list[SlotStats]:

@@ -101,6 +101,7 @@ class DeferredVerdict:
         record.hyper_parameters = [(name, _kept(value)) for name, value in record.hyper_parameters]
         record.scaler = context.scaler.snapshot() if context.scaler is not None else None
         self._pending = _PendingStep(record, slots, verdict)
+        context.window.end_copies()
         self._spare.clear()  # after a raise it holds the step that was reported
         context.window, self._spare = self._spare, context.window
 

@@ -65,6 +65,18 @@ def _pinned_like(tensor: Tensor) -> Tensor | None:
         return None
 
 
+@contextlib.contextmanager
+def on_stream(stream: torch.Stream) -> Iterator[None]:
+    """What this thread launches in the block goes to the stream; the current device stays what it was."""
+    before, current = torch.accelerator.current_stream(stream.device), torch.accelerator.current_device_index()
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+        torch.accelerator.set_device_index(current)
+
+
 def on_device(number: Tensor, device: torch.device) -> Tensor:
     """A tensor of shape () on a device. Host sync: none; from the CPU it goes along as the argument of a kernel."""
     if number.device.type == "cpu" and device.type != "cpu":
@@ -85,15 +97,12 @@ def aside(device: torch.device) -> Iterator[None]:
     if device.type == "cpu":
         yield
         return
-    before, current = torch.accelerator.current_stream(device), torch.accelerator.current_device_index()
     _own.stream = torch.Stream(device)
-    torch.accelerator.set_stream(_own.stream)
     try:
-        yield
+        with on_stream(_own.stream):
+            yield
     finally:
         _own.stream = None
-        torch.accelerator.set_stream(before)
-        torch.accelerator.set_device_index(current)
 
 
 _own = threading.local()

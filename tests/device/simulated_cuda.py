@@ -53,7 +53,7 @@ def activate() -> None:
 
 
 def _loaded() -> Any:
-    """The device of these sources, built where nobody has; a build that was killed keeps nobody waiting."""
+    """The device of these sources, built where nobody has, whichever checkout asks; a killed build is no obstacle."""
     from filelock import FileLock
     from torch.utils.cpp_extension import get_default_build_root, load
 
@@ -254,6 +254,8 @@ def _patch_cuda() -> None:
         "manual_seed": lambda seed: generators[_core.current_device()].manual_seed(seed),
         "manual_seed_all": lambda seed: [generator.manual_seed(seed) for generator in generators] and None,
         "empty_cache": lambda: None,
+        "set_sync_debug_mode": lambda mode: _core.on_sync(("default", "warn", "error").index(mode)),
+        "_sleep": lambda cycles: _core.stick(_index(), cuda.current_stream().stream_id),
         "memory_allocated": lambda device=None: _core.live_bytes(),
         "max_memory_allocated": lambda device=None: _core.peak_bytes(),
         "reset_peak_memory_stats": lambda device=None: _core.reset_peak(),

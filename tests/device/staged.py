@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import os
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _create_work_from_future
+from torch.distributed import distributed_c10d
 from torch.futures import Future
 
-from .simulated_cuda import unlogged
+from .simulated_cuda import activate, unlogged
 
 NAME = "staged"
 
@@ -92,6 +97,31 @@ def _written(tensors: list[Tensor], hosts: list[Tensor]) -> Any:
 
 
 def register() -> None:
-    """Make the backend known to torch."""
+    """Make this process one with simulated devices, and with this backend, also for scripts that ask for NCCL."""
+    activate()
     dist.Backend.register_backend(NAME, StagedGroup, devices=["cuda"])
     dist.Backend.default_device_backend_map["cuda"] = NAME
+    dist.is_nccl_available = lambda: True
+    for name in ("init_process_group", "new_group"):
+        asked = _as_staged(getattr(distributed_c10d, name))
+        setattr(distributed_c10d, name, asked)
+        setattr(dist, name, asked)
+
+
+def _as_staged(make: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def make_staged(*args: Any, **given: Any) -> Any:
+        args = tuple(_renamed(arg) for arg in args)
+        return make(*args, **given | {name: _renamed(given[name]) for name in ("backend",) if name in given})
+
+    return make_staged
+
+
+def _renamed(backend: Any) -> Any:
+    return backend.replace("nccl", NAME) if isinstance(backend, str) else backend
+
+
+def environment() -> dict[str, str]:
+    """What gives interpreters that a test does not fork the simulated devices."""
+    here = Path(__file__).parent
+    return {"PYTHONPATH": os.pathsep.join([str(here / "interpreter"), str(here.parents[1])]), "OMP_NUM_THREADS": "1"}

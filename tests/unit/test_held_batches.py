@@ -7,13 +7,13 @@ import logging
 import pytest
 import torch
 
-from ddp_nanguard.capture import window as windows
+from ddp_nanguard.capture import host_copies
 from ddp_nanguard.capture.window import AccumulationWindow
 
 
 def test_what_has_no_pinned_copy_is_kept_by_reference_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
     """A meta tensor stands for one of a device without pinned memory; this machine may have no accelerator at all."""
-    windows._say_once.cache_clear()
+    host_copies._say_once.cache_clear()
     window = AccumulationWindow(torch.device("cpu"), copy_batch=False, hold="host")
     dense = torch.empty(2, device="meta")
     sparse = torch.sparse_coo_tensor(size=(2, 2), device="meta", check_invariants=False)

@@ -149,9 +149,12 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, MaybeType
 }
 
 void copy_to_pinned_late(const at::Tensor& to, const at::Tensor& from, int device, int64_t stream) {
-  at::Tensor value = at::empty_like(to, to.options().pinned_memory(false));  // as it is when its turn comes
-  copy_now(value, from);
-  enqueue(device, stream, [to, value] { copy_now(to, value); });
+  auto value = std::make_shared<at::Tensor>();
+  read_late(device, stream, [to, from, value] {
+    *value = at::empty_like(to, to.options().pinned_memory(false));
+    copy_now(*value, from);
+  });
+  enqueue(device, stream, [to, value] { copy_now(to, *value); });
 }
 
 at::Tensor& copy_(at::Tensor& self, const at::Tensor& given, bool non_blocking) {
@@ -175,10 +178,11 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& given, bool non_blocking) 
   } else if (non_blocking && pins) {
     note("H2D async", device, stream, bytes);
   } else {
-    require_no_capture("a copy that waits");
+    require_may_wait("a copy that waits");
     note(to_device ? "H2D wait" : "D2H wait", device, stream, bytes);
     run_stream(device, stream);
   }
+  read_now(device, stream);
   copy_now(self, from);
   return self;
 }
@@ -212,7 +216,7 @@ const at::Tensor& resize_(const at::Tensor& self, at::IntArrayRef size, MaybeFor
 }
 
 at::Scalar local_scalar_dense(const at::Tensor& self) {
-  require_no_capture("item");
+  require_may_wait("item");
   require_alive();
   int device = self.device().index();
   note("item", device, stream_of(device), self.element_size());
@@ -290,6 +294,7 @@ MaybeDevice device_of(const c10::OperatorHandle& op, const torch::jit::Stack& st
 void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   require_alive();
   OnDevice on(device_of(op, *stack));
+  read_now(device_now, stream_of(device_now));
   note("kernel", device_now, stream_of(device_now), tensors_in(*stack).size(), op.schema().operator_name().name);
   if (!is_capturing) return run_kernel(op, stack);
   torch::jit::Stack given(stack->end() - op.schema().arguments().size(), stack->end());
@@ -379,6 +384,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
 
   // - what goes wrong
+  m.def("on_sync", [](int what) { on_sync = what; });
   m.def("die", [] { is_dead = true; });
   m.def("stick", [](int device, int64_t stream) {
     std::lock_guard<std::mutex> guard(stuck_mutex);

@@ -39,6 +39,15 @@ inline void require_no_capture(const char* what) {
   TORCH_CHECK(!is_capturing, "CUDA error: operation not permitted when stream is capturing (", what, ")");
 }
 
+// As torch.cuda.set_sync_debug_mode: 1 warns, 2 raises where the host waits for a stream; not where it waits for an event.
+inline std::atomic<int> on_sync{0};
+
+inline void require_may_wait(const char* what) {
+  require_no_capture(what);
+  TORCH_CHECK(on_sync != 2 || silence, "called a synchronizing CUDA operation");
+  if (on_sync == 1 && !silence) TORCH_WARN("called a synchronizing CUDA operation");
+}
+
 inline void wait_while_stuck(int device, int64_t stream) {
   std::unique_lock<std::mutex> guard(stuck_mutex);
   stuck_changed.wait(guard, [&] { return !stuck.count({device, stream}); });
@@ -51,7 +60,21 @@ struct Pending {
 };
 inline std::recursive_mutex work_mutex;
 inline std::map<std::pair<int, int64_t>, std::vector<Pending>> pending;
+inline std::map<std::pair<int, int64_t>, std::vector<std::function<void()>>> unread;
 inline int64_t last_number = 0;
+
+// What a copy reads it reads before whatever comes after it on its stream, and may read it as late as that.
+inline void read_late(int device, int64_t stream, std::function<void()> read) {
+  std::lock_guard<std::recursive_mutex> guard(work_mutex);
+  unread[{device, stream}].push_back(std::move(read));
+}
+
+inline void read_now(int device, int64_t stream) {
+  std::lock_guard<std::recursive_mutex> guard(work_mutex);
+  auto reads = std::move(unread[{device, stream}]);
+  unread[{device, stream}].clear();
+  for (auto& read : reads) read();
+}
 
 inline int64_t enqueue(int device, int64_t stream, std::function<void()> act) {
   std::lock_guard<std::recursive_mutex> guard(work_mutex);
@@ -62,6 +85,7 @@ inline int64_t enqueue(int device, int64_t stream, std::function<void()> act) {
 inline void run_until(int device, int64_t stream, int64_t number) {
   wait_while_stuck(device, stream);
   std::lock_guard<std::recursive_mutex> guard(work_mutex);
+  read_now(device, stream);
   auto& queue = pending[{device, stream}];
   size_t done = 0;
   while (done < queue.size() && queue[done].number <= number) queue[done++].act();
@@ -150,7 +174,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return had_finished(given.device_index(), given.id(), INT64_MAX);
   }
   void synchronizeStream(const c10::Stream& given) const override {
-    require_no_capture("stream synchronize");
+    require_may_wait("stream synchronize");
     require_alive();
     note("stream synchronize", given.device_index(), given.id());
     run_stream(given.device_index(), given.id());

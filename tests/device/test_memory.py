@@ -1,0 +1,114 @@
+"""The fault path on a device whose memory is full: little more is taken, none at all is needed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_nanguard.dump.tensor_digest import PIECE_BYTES
+from tests.ranks import run_ranks
+
+from . import jobs
+
+LARGEST = 32 * 2**20
+MOST_BEYOND = 3 * PIECE_BYTES + 2**20  # of the largest tensor's size nothing
+BAD_STEP = 1
+FAULTS = (("backward", False), ("backward", True), ("forward", True))
+"""Where, and whether the device has no memory left from the verdict on."""
+
+
+class _Large(nn.Module):
+    """One large parameter; where ``divisor`` is 0 its gradient becomes NaN, or the output of a layer behind it."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        table = torch.ones(LARGEST // 4).view(-1, jobs.SIZE)
+        self.table = nn.Embedding(*table.shape, _weight=table)
+        self.head, self.where = nn.Linear(jobs.SIZE, 1), where
+        self.divide = jobs.Divide()
+
+    def forward(self, values: Tensor, divisor: Tensor) -> Tensor:
+        rows = self.table.weight[0]
+        if self.where == "backward":
+            values = values + torch.sqrt(divisor * rows.square())
+            return self.head(values)  # type: ignore[no-any-return]
+        return self.divide(F.linear(values, rows.view(1, -1)) + self.head(values), divisor)  # type: ignore[no-any-return]
+
+
+def _faults(rank: int, world_size: int, directory: str) -> list[dict[str, Any]]:
+    return [_fault(rank, f"{directory}/{where}-{limited}", where, limited) for where, limited in FAULTS]
+
+
+def _fault(rank: int, directory: str, where: str, limited: bool) -> dict[str, Any]:
+    from ddp_nanguard import NanGuard, NonFiniteError
+
+    device = jobs.device_of(rank)
+    model = DistributedDataParallel(_Large(where).to(device), gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = NanGuard(model, optimizer, dump_dir=directory, look_again=False, layers="every")
+    try:
+        with _measured(limited) as taken:
+            for batch in guard.steps(list(jobs.batches(device, BAD_STEP + 1, bad=BAD_STEP))):
+                jobs.train(guard, optimizer, batch)
+    except NonFiniteError as error:
+        beyond = taken[0]
+        return {
+            "where": where,
+            "limited": limited,
+            "beyond": beyond,
+            "text": str(error),
+            "report": error.report.to_dict(),
+        }
+    finally:
+        guard.close()
+    raise AssertionError("no fault")
+
+
+@contextlib.contextmanager
+def _measured(limited: bool) -> Iterator[list[int]]:
+    """Bytes that are taken on the device once the verdict is known, from when on it has no more if ``limited``."""
+    from ddp_nanguard.fault.policy import FaultPolicy
+
+    from . import simulated_cuda
+
+    core, taken = simulated_cuda.core(), []
+    handle = FaultPolicy.on_verdict
+
+    def on_verdict(*args: Any) -> Any:
+        core.reset_peak()
+        core.limit_memory(0 if limited else -1)
+        before = core.live_bytes()
+        try:
+            return handle(*args)
+        finally:
+            taken.append(core.peak_bytes() - before)
+            core.limit_memory(-1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FaultPolicy, "on_verdict", on_verdict)
+        yield taken
+
+
+def test_a_fault_takes_little_memory_and_is_told_without_any(simulated: str, tmp_path: Path) -> None:
+    from ddp_nanguard.dump.read import open_dump
+
+    per_rank = run_ranks(_faults, 2, 100, device=simulated, directory=str(tmp_path))
+    for one, other in zip(*per_rank, strict=True):
+        assert one["text"] == other["text"]
+        origin = one["report"]["origin"]
+        assert (origin["step"], origin["phase"], origin["kind"]) == (BAD_STEP, one["where"], "nan"), one
+        assert origin["layer"] == ("table" if one["where"] == "backward" else "divide"), one
+        assert max(one["beyond"], other["beyond"]) <= (0 if one["limited"] else MOST_BEYOND), one
+        assert one["report"]["notes"] == [], one
+        dump = open_dump(one["report"]["dump_path"])
+        dump.verify()
+        weight = dump.load_state(["model.table.weight"])["model.table.weight"]
+        assert weight.numel() * 4 == LARGEST and bool((weight[1:] == 1).all())
