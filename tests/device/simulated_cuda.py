@@ -62,7 +62,7 @@ def _loaded() -> Any:
         digest.update(path.read_bytes())
     directory = Path(get_default_build_root()) / f"{NAME}-{torch.__version__}-{digest.hexdigest()}"
     directory.mkdir(parents=True, exist_ok=True)
-    built = directory / "built"
+    built = directory / "ready"
     with FileLock(directory / "builders.lock"):
         if not built.exists():
             (directory / "lock").unlink(missing_ok=True)  # torch's own, which stays behind a killed process
