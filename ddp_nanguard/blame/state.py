@@ -78,9 +78,7 @@ def _changed_in_window(blame_input: BlameInput) -> tuple[list[NonFiniteTensor], 
 def _was_replayed(blame_input: BlameInput) -> bool:
     """Whether all that was seen of the step is its loss and what it left behind: it was replayed from a graph."""
     sources = [stats.source for stats in blame_input.slot_stats]
-    looked_at_weights = any(
-        isinstance(s, StateSource) and (s.kind, s.when) == ("parameter", "written") for s in sources
-    )
+    looked_at_weights = any(isinstance(source, StateSource) and source.when == "check" for source in sources)
     has_loss = any(isinstance(source, LossSource) for source in sources)
     return looked_at_weights and has_loss and not any(isinstance(source, TensorRecord) for source in sources)
 

@@ -19,7 +19,7 @@ from .slots import SlotBuffer
 _NEVER_INFINITE = frozenset({"lr", "weight_decay", "momentum", "dampening", "eps", "betas", "alpha", "rho", "lr_decay"})
 
 StateKind = Literal["parameter", "buffer", "optimizer state", "hyper-parameter"]
-When = Literal["before", "update", "written", "before broadcast"]
+When = Literal["before", "update", "written", "before broadcast", "check"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,9 @@ class StateSource:
     Attributes:
         kind: which of these.
         name: clean name; for optimizer state ``<parameter>.<key>``, for hyper-parameters ``g0.lr``.
-        when: ``before`` the step, after an ``update``, ``written`` by the forward (buffers), or ``before
-            broadcast`` of the buffers, by which DDP overwrites this rank's with rank 0's.
+        when: ``before`` the step, after an ``update``, ``written`` by the forward (buffers), ``before
+            broadcast`` of the buffers, by which DDP overwrites this rank's with rank 0's, or at a ``check`` that no
+            update has preceded.
     """
 
     kind: StateKind
@@ -181,7 +182,7 @@ class StateProbe:
 
     def probe_weights(self) -> None:
         """Reduce the parameters as they are now, where nothing tells whether they were written since the last look."""
-        self._probe("parameter", "written", self.parameters())
+        self._probe("parameter", "check", self.parameters())
 
     def probe_hyper_parameters(self) -> bool:
         """Reduce the hyper-parameters that are tensors; returns whether one that the host holds is bad."""
