@@ -99,7 +99,8 @@ def _hands_to_host(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
     if name == "aten::index":  # a boolean mask: the host learns how many are true
         return any(isinstance(index, Tensor) and index.dtype is torch.bool for index in args[1])
     if name == "aten::copy_":
-        return bool(args[0].device.type == "cpu" and args[1].device.type != "cpu")
+        is_late = (args[2] if len(args) > 2 else kwargs.get("non_blocking", False)) and args[0].is_pinned()
+        return bool(args[0].device.type == "cpu" and args[1].device.type != "cpu" and not is_late)
     return False
 
 
