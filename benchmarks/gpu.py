@@ -34,7 +34,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from benchmarks.gpu_checks import checked
 from ddp_nanguard import NanGuard
@@ -239,7 +239,7 @@ class Bench:
     def waits(self, loop: Loop) -> dict[str, int]:
         """Calls in one step in which the host waits for the device, and copies to the host, by name."""
         activities = [ProfilerActivity.CPU]
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and ProfilerActivity.CUDA in supported_activities():
             activities.append(ProfilerActivity.CUDA)
         batch = self.batch()
         self.wait()
