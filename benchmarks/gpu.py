@@ -1,6 +1,7 @@
 """What the guard costs on one GPU, in one file and at most eight minutes, warm-up included.
 
     python benchmarks/gpu.py [--minutes 8] [--json FILE]
+    python benchmarks/gpu.py --check --minutes 14      # first what only a GPU can tell, see gpu_checks.py
     python benchmarks/gpu.py --device cpu --short      # the same path without a GPU; its figures mean nothing
 
 One process that is its own world of one rank. Guarded and unguarded steps of a transformer in alternation: eager,
@@ -33,8 +34,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, supported_activities
 
+from benchmarks.gpu_checks import checked
 from ddp_nanguard import NanGuard
 
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
@@ -237,7 +239,7 @@ class Bench:
     def waits(self, loop: Loop) -> dict[str, int]:
         """Calls in one step in which the host waits for the device, and copies to the host, by name."""
         activities = [ProfilerActivity.CPU]
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and ProfilerActivity.CUDA in supported_activities():
             activities.append(ProfilerActivity.CUDA)
         batch = self.batch()
         self.wait()
@@ -337,16 +339,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--short", action="store_true", help="a tiny model and few steps, to see that it runs")
+    parser.add_argument("--check", action="store_true", help="first the checks of gpu_checks.py, within the same time")
     parser.add_argument("--minutes", type=float, default=8.0, help="after which no further part begins")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--json", type=Path, help="the last line, to a file, too")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("no CUDA here; --device cpu --short shows that the script runs, and measures nothing")
+        parser.error("no GPU here; --device cpu --short shows that the script runs, and measures nothing")
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
     # the last way under way may take this long, compilation included
     reserve_s = 0.0 if options.short else 90.0
-    bench = Bench(device, SHORT if options.short else FULL, 60 * options.minutes - reserve_s)
+    began = time.monotonic()
+    checks = {"checks": checked(60 * options.minutes / 2)} if options.check else {}
+    seconds = 60 * options.minutes - reserve_s - (time.monotonic() - began)
+    bench = Bench(device, SHORT if options.short else FULL, seconds)
     with tempfile.TemporaryDirectory() as directory:
         store = dist.FileStore(f"{directory}/store", 1)
         backend = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
@@ -357,6 +363,7 @@ def main() -> None:
             "machine": _machine(device),
             "backend": backend,
             "size": bench.size._asdict(),
+            **checks,
             **measured(bench, options.ways),
         }
         gc.collect()

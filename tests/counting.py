@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -77,16 +78,16 @@ def _difference(mine: Counter[str], other: Counter[str]) -> dict[str, int]:
 
 
 class _Operators(TorchDispatchMode):
-    def __init__(self, counts: Counts) -> None:
+    def __init__(self, counts: Counts, is_inside: Callable[[], bool]) -> None:
         super().__init__()
-        self.counts = counts
+        self.counts, self.is_inside = counts, is_inside
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().split(".")[0]
         if name.startswith("c10d::"):
             self.counts.operators[name] += 1
             self.counts.operator_bytes.append(_bytes_of((args, kwargs)))
-        elif name in READING_OPERATORS or _hands_to_host(name, args, kwargs or {}):
+        elif not self.is_inside() and (name in READING_OPERATORS or _hands_to_host(name, args, kwargs or {})):
             self.counts.host_reads[name] += 1
         return func(*args, **(kwargs or {}))
 
@@ -98,7 +99,8 @@ def _hands_to_host(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
     if name == "aten::index":  # a boolean mask: the host learns how many are true
         return any(isinstance(index, Tensor) and index.dtype is torch.bool for index in args[1])
     if name == "aten::copy_":
-        return bool(args[0].device.type == "cpu" and args[1].device.type != "cpu")
+        is_late = (args[2] if len(args) > 2 else kwargs.get("non_blocking", False)) and args[0].is_pinned()
+        return bool(args[0].device.type == "cpu" and args[1].device.type != "cpu" and not is_late)
     return False
 
 
@@ -119,9 +121,41 @@ def counting() -> Iterator[Counts]:
     with contextlib.ExitStack() as patches:
         _patch_functions(patches, counts)
         _patch_methods(patches, dist.Store, STORE_CALLS, lambda name, args: counts.store.update([name]))
-        _patch_methods(patches, torch.Tensor, READING_METHODS, lambda name, args: counts.host_reads.update([name]))
-        patches.enter_context(_Operators(counts))
+        reading = threading.local()
+        _patch_methods(
+            patches, torch.Tensor, READING_METHODS, lambda name, args: counts.host_reads.update([name]), reading
+        )
+        # `tolist` of a tensor on a device copies it first, which is one read
+        patches.enter_context(_Operators(counts, lambda: getattr(reading, "busy", False)))
         yield counts
+
+
+@dataclass
+class Waits:
+    """How often the host has waited for a stream.
+
+    Attributes:
+        count: known when the block has ended.
+    """
+
+    count: int = 0
+
+
+@contextlib.contextmanager
+def watching_waits() -> Iterator[Waits]:
+    """Counts where the host waits for a stream of an accelerator, copies to the device included; events are no such.
+
+    What `counting` cannot see: torch's own witness, which each call to CUDA that waits goes past.
+    """
+    waits = Waits()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            yield waits
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        waits.count = sum("called a synchronizing CUDA operation" in str(each.message) for each in told)
 
 
 def _patch_functions(patches: contextlib.ExitStack, counts: Counts) -> None:
@@ -139,9 +173,13 @@ def _patch_functions(patches: contextlib.ExitStack, counts: Counts) -> None:
 
 
 def _patch_methods(
-    patches: contextlib.ExitStack, cls: Any, names: tuple[str, ...], note: Callable[[str, tuple[Any, ...]], None]
+    patches: contextlib.ExitStack,
+    cls: Any,
+    names: tuple[str, ...],
+    note: Callable[[str, tuple[Any, ...]], None],
+    inside: threading.local | None = None,
 ) -> None:
-    inside = threading.local()
+    inside = inside or threading.local()
     for name in names:
         _patch(patches, cls, name, _counted(getattr(cls, name), name, note, inside))
 

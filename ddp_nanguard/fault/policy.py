@@ -335,17 +335,27 @@ class FaultPolicy:
         Collective: none. Host sync: many.
         """
         try:
-            if record.is_current:
-                self.context.look_at_last_outputs()
-            if self.triage.has_findings(record):
-                return True
-            if not record.is_current:
-                return False
-            self.context.look_at_raise(error)
-            return self.triage.has_findings(record)
-        except RuntimeError as error:
-            _say(logging.ERROR, f"slots cannot be read any more: {line_of(error)}")
+            return self._finds(record, error)
+        except torch.OutOfMemoryError:  # the job's own, most likely: its tensors may be gone by now
+            torch.accelerator.empty_cache()
+        except RuntimeError as failure:
+            _say(logging.ERROR, f"slots cannot be read any more: {line_of(failure)}")
             return False
+        try:
+            return self._finds(record, error)
+        except RuntimeError as failure:
+            _say(logging.ERROR, f"not looked at, for lack of memory on {self.context.device}: {line_of(failure)}")
+            return False
+
+    def _finds(self, record: StepRecord, error: BaseException) -> bool:
+        if record.is_current:
+            self.context.look_at_last_outputs()
+        if self.triage.has_findings(record):
+            return True
+        if not record.is_current:
+            return False
+        self.context.look_at_raise(error)
+        return self.triage.has_findings(record)
 
     def dump_single_rank(self, record: StepRecord, raised: str, meet: Meet) -> FaultReport | None:
         """Write this rank's part without any collective; the log line first, and at last the text of the fault.

@@ -28,6 +28,7 @@ NAME = "nanguard_simulated_cuda"
 HOST_WAITS = frozenset(
     {"D2H wait", "H2D wait", "item", "event synchronize", "stream synchronize", "device synchronize"}
 )
+CUDA = 1  # c10::DeviceType
 _core: Any = None
 
 
@@ -237,7 +238,7 @@ def _patch_cuda() -> None:
         "set_device": lambda device: _core.set_device(_index(device)),
         "synchronize": lambda device=None: _core.synchronize(_index(device)),
         "current_stream": lambda device=None: torch.accelerator.current_stream(_index(device)),
-        "default_stream": lambda device=None: torch.Stream(device=torch.device("cuda", _index(device)), stream_id=0),
+        "default_stream": lambda device=None: torch.Stream(stream_id=0, device_index=_index(device), device_type=CUDA),
         "set_stream": lambda stream: torch.accelerator.set_stream(stream) if stream is not None else None,
         "stream": _StreamContext,
         "device": _Device,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_nanguard.dump.tensor_digest import PIECE_BYTES
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, run_ranks_raw
 
 from . import jobs
 
@@ -112,3 +112,30 @@ def test_a_fault_takes_little_memory_and_is_told_without_any(simulated: str, tmp
         dump.verify()
         weight = dump.load_state(["model.table.weight"])["model.table.weight"]
         assert weight.numel() * 4 == LARGEST and bool((weight[1:] == 1).all())
+
+
+def _raised(rank: int, world_size: int, bad: bool) -> None:
+    """The job's own memory error in a forward, on a device that stays full."""
+    from ddp_nanguard import NanGuard
+
+    from . import simulated_cuda
+
+    device = jobs.device_of(rank)
+    model = jobs.wrapped("plain", device, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = NanGuard(model, optimizer, dump_dir=None, layers="every")
+    for step, batch in enumerate(guard.steps(list(jobs.batches(device, BAD_STEP + 1, bad=BAD_STEP if bad else None)))):
+        if step == BAD_STEP:
+            guard.watch(loss=guard(*batch).square().mean())
+            simulated_cuda.core().limit_memory(0)
+            torch.empty(1, device=device)
+        jobs.train(guard, optimizer, batch)
+
+
+def test_a_memory_error_of_the_job_is_no_defect_of_the_slots(simulated: str) -> None:
+    for bad in (False, True):
+        (ended,) = run_ranks_raw(_raised, 1, 60, device=simulated, through_excepthook=True, bad=bad)
+        assert ended.error_type == "OutOfMemoryError"
+        assert "cannot be read" not in ended.output and "not looked at" not in ended.output, ended.describe()
+        assert ended.exit_code == (65 if bad else 1), ended.describe()
+        assert ("rank 0 · step 1 · micro-batch 0 · forward · divide" in ended.output) == bad, ended.describe()

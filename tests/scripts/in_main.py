@@ -40,11 +40,20 @@ class Net(nn.Module):
         return self.last(F.dropout(self.norm(self.first(x)).relu(), 0.2, self.training))
 
 
-def wrapped(model: nn.Module, wrapper: str) -> nn.Module:
+def own_device() -> torch.device:
+    """The GPU of this rank, where there are some."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
+
+
+def wrapped(model: nn.Module, wrapper: str, device: torch.device) -> nn.Module:
     if wrapper == "ddp":
         return DistributedDataParallel(model)
     if wrapper == "fsdp1":
-        return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+        return FullyShardedDataParallel(model, use_orig_params=True, device_id=device)
     if wrapper == "fsdp2":
         fully_shard(model.last)
         fully_shard(model)
@@ -83,15 +92,16 @@ def loader(world_size: int) -> DataLoader:
 
 def main() -> None:
     args = parsed()
-    dist.init_process_group("gloo")
+    device = own_device()
+    dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
     rank = dist.get_rank()
     torch.manual_seed(rank)
     if args.share:
         names = ["run 7" if rank == 0 else None]
         dist.broadcast_object_list(names, src=0)
-    model = wrapped(Net(args.width), args.wrapper)
+    model = wrapped(Net(args.width).to(device), args.wrapper, device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if args.amp else None
+    scaler = torch.amp.GradScaler(device.type, init_scale=1024.0) if args.amp else None
     guard = NanGuard(model, optimizer, scaler=scaler)
     average = Net(args.width)
     guard.register(average=average)
@@ -99,9 +109,9 @@ def main() -> None:
         print("a server is told of the run", flush=True)
     batches = loader(dist.get_world_size())
     for step, batch in enumerate(batches if args.bare else guard.steps(batches)):
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=args.amp):
-            logits = guard(batch.x)
-        loss = balanced_loss(logits, batch.y)
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=args.amp):
+            logits = guard(batch.x.to(device))
+        loss = balanced_loss(logits, batch.y.to(device))
         guard.watch(loss=loss)
         (loss if scaler is None else scaler.scale(loss)).backward()
         if (step + 1) % args.accumulate:

@@ -73,6 +73,7 @@ def _run(rank: int, world_size: int, directory: str, path: str, arguments: list[
         os.environ |= torchrun_variables(rank, world_size)
     sys.argv = [path, *arguments]
     sys.orig_argv = [sys.executable, *sys.argv]
+    sys.path.insert(0, os.path.dirname(path))
     runpy.run_path(path, run_name="__main__")
 
 
