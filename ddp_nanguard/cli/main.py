@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.metadata
 import json
 import os
 import sys
@@ -15,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from ddp_nanguard.errors import DumpError
-from ddp_nanguard.inject.spec import PHASES
+from ddp_nanguard.report.types import PHASES
 
 from . import explain, replay
 from .arguments import WRONG_USAGE, Commands, add_dump, count, index, seconds
@@ -58,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ddp-nanguard", description="Lists, shows and replays the dumps of NanGuard.")
-    parser.add_argument("--version", action="version", version=f"ddp-nanguard {_version()}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_list(commands)
     _add_show(commands)
@@ -69,11 +68,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _version() -> str:
-    try:
-        return importlib.metadata.version("ddp-nanguard")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
+class _Version(argparse.Action):
+    """Looks the version up when it is asked for, which takes as long as everything else here."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        import importlib.metadata
+
+        try:
+            version = importlib.metadata.version("ddp-nanguard")
+        except importlib.metadata.PackageNotFoundError:
+            version = "(not installed)"
+        print(f"ddp-nanguard {version}")
+        parser.exit()
 
 
 def _add_list(commands: Commands) -> None:
@@ -138,7 +144,7 @@ def run_demo(options: argparse.Namespace) -> int:
 
 def run_list(options: argparse.Namespace) -> int:
     """Run ``ddp-nanguard list DIR...``: print a table of the dumps. Returns 0."""
-    from ddp_nanguard.dump import list_dumps
+    from ddp_nanguard.dump.listing import list_dumps
 
     from .table import dump_table
 
@@ -150,11 +156,11 @@ def run_list(options: argparse.Namespace) -> int:
 
 def run_show(options: argparse.Namespace) -> int:
     """Run ``ddp-nanguard show DUMP``: print the report as text or JSON, without verifying checksums. Returns 0."""
-    from ddp_nanguard.dump.read import open_dump
+    from ddp_nanguard.dump.outline import DumpOutline
     from ddp_nanguard.dump.records import SCHEMA_VERSION
     from ddp_nanguard.report.text import report_text
 
-    dump = open_dump(options.dump, verify=False)
+    dump = DumpOutline.open(options.dump)
     if options.json:
         print(json.dumps({"schema_version": SCHEMA_VERSION, **dump.report.to_dict()}, indent=1))
     else:

@@ -17,7 +17,8 @@ from filelock import FileLock, Timeout
 
 from ddp_nanguard.errors import DumpError
 
-from .format import LOCK_FILE, MANIFEST, PARTIAL, WRITER_JSON, DumpName, rank_name, ranks_in, write_json
+from .files import write_json
+from .names import LOCK_FILE, MANIFEST, PARTIAL, WRITER_JSON, DumpName, rank_name, ranks_in
 from .rank_records import Writer
 from .records import read_record
 from .typed_json import as_json

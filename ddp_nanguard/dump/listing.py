@@ -12,8 +12,8 @@ from ddp_nanguard.errors import DumpError
 from ddp_nanguard.report.messages import log_line
 
 from . import directories as place
-from .format import MANIFEST, DumpName, ranks_in
 from .locate import Paths, as_paths
+from .names import MANIFEST, DumpName, ranks_in
 from .records import Manifest, read_versioned
 
 UNREADABLE = "unreadable, see show"

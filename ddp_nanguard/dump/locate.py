@@ -9,7 +9,7 @@ from pathlib import Path
 from ddp_nanguard.errors import DumpError
 
 from . import directories as place
-from .format import MANIFEST, DumpName
+from .names import MANIFEST, DumpName
 
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 

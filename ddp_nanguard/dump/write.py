@@ -24,19 +24,10 @@ from ddp_nanguard.errors import DumpError
 from ddp_nanguard.report.text import human_size
 
 from . import directories as place
-from .format import (
-    MANIFEST,
-    STATE_DIR,
-    DumpName,
-    FileEntry,
-    check_header,
-    digest_tensor,
-    list_file,
-    rank_name,
-    ranks_in,
-    sync_directory,
-)
+from .files import list_file, sync_directory
+from .format import check_header, digest_tensor
 from .manifest import Outcome, write_shared_files
+from .names import MANIFEST, STATE_DIR, DumpName, FileEntry, rank_name, ranks_in
 from .progress import Progress
 from .rank_files import Problems, RankFiles, reason, tensor_bytes
 from .request import DumpRequest, DumpResult
