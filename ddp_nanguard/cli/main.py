@@ -84,7 +84,10 @@ class _Version(argparse.Action):
 
 def _add_list(commands: Commands) -> None:
     parser = commands.add_parser("list", help="the dumps in one or several dump_dirs")
-    parser.add_argument("directories", nargs="+", metavar="DIR", help="dump_dir of a run, or of each of its nodes")
+    parser.add_argument(
+        "directories", nargs="+", metavar="DIR", help="dump_dir of a run, or of each of its nodes; or a directory above"
+    )
+    parser.add_argument("--json", action="store_true", help="as JSON")
     parser.set_defaults(command=run_list)
 
 
@@ -144,13 +147,26 @@ def run_demo(options: argparse.Namespace) -> int:
 
 def run_list(options: argparse.Namespace) -> int:
     """Run ``ddp-nanguard list DIR...``: print a table of the dumps. Returns 0."""
+    from ddp_nanguard.dump.incidents import incidents
     from ddp_nanguard.dump.listing import list_dumps
 
-    from .table import dump_table
+    from .table import dump_table, incident_lines
 
-    print(dump_table(list_dumps(options.directories)), end="")
+    dumps = list_dumps(options.directories)
+    again = incidents(dumps)
+    if options.json:
+        print(
+            json.dumps(
+                {
+                    name: [dataclasses.asdict(each) for each in found]
+                    for name, found in (("dumps", dumps), ("incidents", again))
+                }
+            )
+        )
+    else:
+        print(dump_table(dumps, options.directories) + incident_lines(again), end="")
     for missing in (path for path in options.directories if not os.path.isdir(path)):
-        print(f"ddp-nanguard: {missing} does not exist", file=sys.stderr)
+        print(f"ddp-nanguard: {missing} is no directory", file=sys.stderr)
     return 0
 
 

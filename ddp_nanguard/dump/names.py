@@ -11,6 +11,8 @@ from ddp_nanguard.report.types import Natural, Rule
 
 PARTIAL = ".partial"
 LOCK_FILE = ".lock"
+LATEST = "latest"
+"""A link in a dump_dir to the dump that was finished last."""
 MANIFEST = "manifest.json"
 REPORT = "report.txt"
 STATE_JSON = "state.json"

@@ -307,6 +307,7 @@ class _Together:
         write_shared_files(self.request, self.path, self.root / str(self.name), outcome)
         sync_directory(self.path)
         name = place.finish(self.root, self.name)
+        place.point_latest(self.root / str(name))
         sync_directory(self.root)
         place.rotate(self.root, self.request.config.dump_keep, self.root / str(name))
         return name
@@ -368,6 +369,7 @@ class _Alone:
                 who = "each rank" if self.why == self.request.why_alone else f"rank {self.request.rank}"
                 problems = [f"{who} wrote its own part: {self.why}", *self.problems.lines]
                 write_shared_files(self.request, dump, dump, Outcome(True, self.why, problems, []))
+                place.point_latest(dump)
 
 
 def _progress(request: DumpRequest, size_bytes: int) -> Progress:
