@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -83,7 +84,7 @@ def build_context(
     # collectives from here on: every rank gets here, with a problem or without
     ranks.require_no_problem(problem)
     assert args is not None
-    ranks.require_equal_options({**args.config.to_dict(), **environment_option()})
+    args = _with_common_directory(args, ranks)
     injection = spec_from_environment(args.wrapper, ranks) if args.config.enabled else None
     ranks.bound_waiting()
     if args.config.enabled:
@@ -96,6 +97,25 @@ def build_context(
     context = compose(args, ranks, replay, device)
     context.injection = injection
     return context
+
+
+def _with_common_directory(args: ValidatedArgs, ranks: RankGroup) -> ValidatedArgs:
+    """The arguments with rank 0's ``dump_dir``, once all other options are known to be equal.
+
+    Raises:
+        ValueError: on every rank, where another option differs.
+
+    Collective: those of `RankGroup.require_equal_options`.
+    """
+    options = {**args.config.to_dict(), **environment_option()}
+    directory = ranks.require_equal_options(options, text_of_first="dump_dir")
+    if directory is None:
+        return args
+    if ranks.index == 0 and args.config.enabled:
+        _log.warning(
+            "option dump_dir differs between ranks: %r, that of rank %d, is taken for all", directory, ranks.rank
+        )
+    return replace(args, config=replace(args.config, dump_dir=directory))
 
 
 def compose(args: ValidatedArgs, ranks: RankGroup, recipe: str | None, device: torch.device) -> GuardContext:

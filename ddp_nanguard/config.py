@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args, get_origin
 
-from .report.types import WATCHABLE
+from .report.types import PHASES
 
 MAX_HISTORY = 100_000
 """Steps whose slots may be kept on the device."""
@@ -41,7 +41,7 @@ class GuardConfig:
     """What a non-finite loss does whose gradients are all finite; ignored with a scaler."""
 
     # - What is looked at
-    watch: tuple[str, ...] = tuple(str(phase) for phase in WATCHABLE)
+    watch: tuple[str, ...] = PHASES
     """Phases that are looked at, by the values of `Phase`; by default all."""
     skip_types: tuple[str, ...] = ()
     """Class names of modules that get no hooks."""
@@ -128,14 +128,13 @@ class GuardConfig:
     def _validate(self) -> None:
         for field in dataclasses.fields(self):
             _check_type(field.name, getattr(self, field.name), _annotation(type(self), field.name))
-        phases = [str(phase) for phase in WATCHABLE]
         if not self.watch:
-            raise ValueError(f"option watch=() looks at nothing; give some of {', '.join(phases)}, or enabled=False")
+            raise ValueError(f"option watch=() looks at nothing; give some of {', '.join(PHASES)}, or enabled=False")
         if self.dump_dir is not None and (not self.dump_dir or "\0" in self.dump_dir):
             raise ValueError(f"option dump_dir={self.dump_dir!r} names no directory; give a path, or None for no dumps")
         for phase in self.watch:
-            if phase not in phases:
-                raise ValueError(f"option watch={phase!r} is no phase; valid: {', '.join(phases)}")
+            if phase not in PHASES:
+                raise ValueError(f"option watch={phase!r} is no phase; valid: {', '.join(PHASES)}")
         for name in ("max_skips", "dump_keep", "first_step"):
             _require(name, getattr(self, name), getattr(self, name) >= 0, "a number of at least 0")
         _require("history", self.history, self.history <= MAX_HISTORY, f"a number of steps up to {MAX_HISTORY}")

@@ -219,7 +219,8 @@ class NanGuard:
         self._monitor.close()
         for optimizer in self._context.optimizers[:1]:
             self._handles.append(optimizer.register_step_post_hook(CountHook(self._monitor)))
-        warn_of_disabled()
+        if self._context.ranks.index == 0:
+            warn_of_disabled()
 
     def _unhook(self) -> None:
         """The model, the optimizers and the scaler as they were."""

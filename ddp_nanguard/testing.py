@@ -20,7 +20,8 @@ from torch import nn
 
 from .inject.injection import Injection
 from .inject.injector import install_injection
-from .inject.spec import PHASES, InjectionSpec, validate_spec
+from .inject.spec import InjectionSpec, validate_spec
+from .report.types import PHASES
 from .wrappers import wrapper_of
 
 

@@ -38,7 +38,9 @@ PRELOAD = [
     "torch.distributed.checkpoint",
     "numpy",
     "pytest",
-    "ddp_nanguard",
+    "ddp_nanguard.guard",
+    "ddp_nanguard.dump.read",
+    "ddp_nanguard.dump.write",
     "tests.rank_processes",
     "tests.preload",
 ]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.metadata
 import json
 import os
 import sys
@@ -15,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from ddp_nanguard.errors import DumpError
-from ddp_nanguard.inject.spec import PHASES
+from ddp_nanguard.report.types import PHASES
 
 from . import explain, replay
 from .arguments import WRONG_USAGE, Commands, add_dump, count, index, seconds
@@ -58,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ddp-nanguard", description="Lists, shows and replays the dumps of NanGuard.")
-    parser.add_argument("--version", action="version", version=f"ddp-nanguard {_version()}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_list(commands)
     _add_show(commands)
@@ -69,16 +68,26 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _version() -> str:
-    try:
-        return importlib.metadata.version("ddp-nanguard")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
+class _Version(argparse.Action):
+    """Looks the version up when it is asked for, which takes as long as everything else here."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        import importlib.metadata
+
+        try:
+            version = importlib.metadata.version("ddp-nanguard")
+        except importlib.metadata.PackageNotFoundError:
+            version = "(not installed)"
+        print(f"ddp-nanguard {version}")
+        parser.exit()
 
 
 def _add_list(commands: Commands) -> None:
     parser = commands.add_parser("list", help="the dumps in one or several dump_dirs")
-    parser.add_argument("directories", nargs="+", metavar="DIR", help="dump_dir of a run, or of each of its nodes")
+    parser.add_argument(
+        "directories", nargs="+", metavar="DIR", help="dump_dir of a run, or of each of its nodes; or a directory above"
+    )
+    parser.add_argument("--json", action="store_true", help="as JSON")
     parser.set_defaults(command=run_list)
 
 
@@ -138,23 +147,36 @@ def run_demo(options: argparse.Namespace) -> int:
 
 def run_list(options: argparse.Namespace) -> int:
     """Run ``ddp-nanguard list DIR...``: print a table of the dumps. Returns 0."""
-    from ddp_nanguard.dump import list_dumps
+    from ddp_nanguard.dump.incidents import incidents
+    from ddp_nanguard.dump.listing import list_dumps
 
-    from .table import dump_table
+    from .table import dump_table, incident_lines
 
-    print(dump_table(list_dumps(options.directories)), end="")
+    dumps = list_dumps(options.directories)
+    again = incidents(dumps)
+    if options.json:
+        print(
+            json.dumps(
+                {
+                    name: [dataclasses.asdict(each) for each in found]
+                    for name, found in (("dumps", dumps), ("incidents", again))
+                }
+            )
+        )
+    else:
+        print(dump_table(dumps, options.directories) + incident_lines(again), end="")
     for missing in (path for path in options.directories if not os.path.isdir(path)):
-        print(f"ddp-nanguard: {missing} does not exist", file=sys.stderr)
+        print(f"ddp-nanguard: {missing} is no directory", file=sys.stderr)
     return 0
 
 
 def run_show(options: argparse.Namespace) -> int:
     """Run ``ddp-nanguard show DUMP``: print the report as text or JSON, without verifying checksums. Returns 0."""
-    from ddp_nanguard.dump.read import open_dump
+    from ddp_nanguard.dump.outline import DumpOutline
     from ddp_nanguard.dump.records import SCHEMA_VERSION
     from ddp_nanguard.report.text import report_text
 
-    dump = open_dump(options.dump, verify=False)
+    dump = DumpOutline.open(options.dump)
     if options.json:
         print(json.dumps({"schema_version": SCHEMA_VERSION, **dump.report.to_dict()}, indent=1))
     else:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ddp_nanguard.errors import DumpError
-from ddp_nanguard.replay import launcher
 
 from .arguments import Commands, add_dump, add_replay_source, count, index
 
@@ -82,6 +81,8 @@ def run_replay(options: argparse.Namespace) -> int:
         return replay_script(options)
     if options.as_rank is not None:
         raise DumpError(f"option --as-rank={options.as_rank} is for a script: give its command after --")
+    from ddp_nanguard.replay import launcher
+
     if launcher.world_size() == 1:
         return _replay_alone(options)
     from .replay_ranks import replay_all_ranks

@@ -14,7 +14,7 @@ from torch import Tensor
 from ddp_nanguard.errors import OutOfStepError, line_of
 
 from .connect import CONSTRUCTION_TIMEOUT_S, fault_group_over, name_of
-from .fault_group import NO_KEY, FaultGroup, PeersLostError
+from .fault_group import FaultGroup, PeersLostError
 from .verdict import Ballot, Verdict
 
 _T = TypeVar("_T")
@@ -176,27 +176,41 @@ class RankGroup:
         if found is not None:
             raise ValueError(found)
 
-    def require_equal_options(self, options: dict[str, object]) -> None:
-        """Every rank must have the same options.
+    def require_equal_options(self, options: dict[str, object], text_of_first: str) -> str | None:
+        """Every rank must have the same options, but for a text, of which the first rank's is taken for all.
+
+        Args:
+            options: of this rank.
+            text_of_first: name of the option that may be another text on each rank, as with a time stamp in it.
+
+        Returns:
+            The first rank's text, on every rank, where any rank has another one; None where nothing is to be changed.
 
         Raises:
             ValueError: on every rank, naming the option, the first rank that differs and both values.
             PeersLostError: a rank is gone.
 
-        Collective: two SUM all-reduces of 8 KiB and one MIN all-reduce of 8 bytes at most, on the fault group.
+        Collective: two SUM all-reduces of 8 KiB and one MAX all-reduce of 16 bytes at most, on the fault group.
         """
         if self.fault_group.num_ranks == 1:
-            return
+            return None
         mine = json.dumps(options, sort_keys=True)
         first = json.loads(self.text_of(self.index == 0, mine))
-        difference = _first_difference(first, json.loads(mine))
-        index = self.fault_group.smallest(self.index if difference else NO_KEY)
-        if index == NO_KEY:
-            return
-        text = self.text_of(self.index == index, difference or "")
+        text, others = _with_text_of(first, json.loads(mine), text_of_first)
+        difference = _first_difference(first, others)
+        refusing, changed = self._first_where(difference is not None, text is not None)
+        if refusing is None:
+            return None if changed is None else str(first[text_of_first])
+        said = self.text_of(self.index == refusing, difference or "")
         raise ValueError(
-            f"ranks disagree about an option: rank {self.members[0]} and rank {self.members[index]}: {text}"
+            f"ranks disagree about an option: rank {self.members[0]} and rank {self.members[refusing]}: {said}"
         )
+
+    def _first_where(self, *flags: bool) -> list[int | None]:
+        """Per flag, the index of the first rank that raises it. Collective: one MAX all-reduce of 8 bytes per flag."""
+        num_ranks = self.world_size
+        left = self.fault_group.largest(*(num_ranks - self.index if flag else 0 for flag in flags))
+        return [num_ranks - count if count else None for count in left]
 
     # -- what questions are made of; a lost peer is a PeersLostError ---------------------------------------------------
 
@@ -245,6 +259,14 @@ def _backends(group: dist.ProcessGroup | None) -> dict[str, str]:
     # neither the name given to init_process_group, which need not be one, nor what a backend of that name could do
     config = dist.distributed_c10d.get_backend_config(group)
     return dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
+
+
+def _with_text_of(first: dict[str, object], mine: dict[str, object], name: str) -> tuple[str | None, dict[str, object]]:
+    """The first rank's text of an option where mine is another text, else None; and my options with that text."""
+    theirs, own = first.get(name), mine.get(name)
+    if isinstance(theirs, str) and isinstance(own, str) and theirs != own:
+        return theirs, {**mine, name: theirs}
+    return None, mine
 
 
 def _first_difference(first: dict[str, object], mine: dict[str, object]) -> str | None:

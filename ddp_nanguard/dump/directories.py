@@ -17,7 +17,8 @@ from filelock import FileLock, Timeout
 
 from ddp_nanguard.errors import DumpError
 
-from .format import LOCK_FILE, MANIFEST, PARTIAL, WRITER_JSON, DumpName, rank_name, ranks_in, write_json
+from .files import write_json
+from .names import LATEST, LOCK_FILE, MANIFEST, PARTIAL, WRITER_JSON, DumpName, rank_name, ranks_in
 from .rank_records import Writer
 from .records import read_record
 from .typed_json import as_json
@@ -132,6 +133,20 @@ def finish(root: Path, name: DumpName) -> DumpName:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
                 name = DumpName(name.step, name.number + 1)
+
+
+def point_latest(dump: Path) -> None:
+    """Let the link ``latest`` beside a dump lead to it; where there can be no link there is none."""
+    temporary = dump.parent / f".{LATEST}-{uuid.uuid4().hex}"
+    link = dump.parent / LATEST
+    if link.exists() and not link.is_symlink():
+        return  # not ours
+    try:
+        temporary.symlink_to(dump.name)
+        temporary.replace(link)
+    except (OSError, NotImplementedError):
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def open_rank_dir(root: Path, step: int, rank: int, run_id: str) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 from ddp_nanguard.errors import DumpError
 
 from . import directories as place
-from .format import MANIFEST, DumpName
+from .names import MANIFEST, DumpName
 
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
@@ -17,6 +17,17 @@ Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 def as_paths(paths: Paths) -> list[Path]:
     """One path or several, as a list of `Path`."""
     return [Path(paths)] if isinstance(paths, (str, os.PathLike)) else [Path(path) for path in paths]
+
+
+def as_dump(path: Path) -> Path:
+    """The dump that a link beside it, such as ``latest``, leads to; any other path as it is."""
+    if not path.is_symlink() or DumpName.parse(path.name) is not None:
+        return path
+    target = path.resolve()
+    if DumpName.parse(target.name) is None:
+        return path
+    beside = path.with_name(target.name)
+    return beside if beside.exists() and beside.resolve() == target else target
 
 
 def _what_is_in(root: Path) -> str:
@@ -38,6 +49,7 @@ def directory_of(path: Path) -> Path:
         raise DumpError(f"{str(path)[:80]}... is no directory: {error.strerror}; give the path of a dump") from None
     if not is_directory:
         raise DumpError(f"{path} is no directory; {_what_is_in(path.parent)}")
+    path = as_dump(path)
     if DumpName.parse(path.resolve().name) is not None or (path / MANIFEST).exists():
         return path
     whole = [dump for _, dump in place.dumps_in(path) if place.is_whole(dump)]

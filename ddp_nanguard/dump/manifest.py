@@ -23,22 +23,10 @@ from ddp_nanguard.report.types import FaultReport
 from ddp_nanguard.tensors.dtypes import dtype_name
 
 from .batch_codec import pack, unpack
-from .format import (
-    FILES_JSON,
-    MANIFEST,
-    REPORT,
-    STATE_JSON,
-    FileEntry,
-    dtype_of,
-    host_blocks,
-    list_file,
-    rank_name,
-    ranks_in,
-    restored,
-    write_json,
-    write_text,
-)
+from .files import list_file, write_json, write_text
+from .format import dtype_of, host_blocks, restored
 from .json_files import MAX_CONTENT_BYTES, well_formed
+from .names import FILES_JSON, MANIFEST, REPORT, STATE_JSON, FileEntry, rank_name, ranks_in
 from .rank_records import Device, InlineTensor, PlainState, RankFileList, UnpackedState
 from .records import Manifest, Run, Settings, Weights, read_record, read_versioned, record_of
 from .request import DumpRequest

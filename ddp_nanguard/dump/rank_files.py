@@ -17,20 +17,10 @@ from ddp_nanguard.tensors.dtypes import dtype_name
 from ddp_nanguard.tensors.shards import TensorShard
 
 from .batch_codec import Packed, pack
-from .format import (
-    EVIDENCE,
-    FILES_JSON,
-    HISTORY,
-    OWN,
-    WINDOW,
-    FileEntry,
-    rank_name,
-    sync_directory,
-    write_arrays,
-    write_json,
-    write_tensors,
-)
+from .files import sync_directory, write_json
+from .format import write_arrays, write_tensors
 from .json_files import MAX_CONTENT_BYTES
+from .names import EVIDENCE, FILES_JSON, HISTORY, OWN, WINDOW, FileEntry, rank_name
 from .progress import OnBytes, ignore_bytes
 from .rank_records import RankEvidence, RankFileList, StoredTensor
 from .request import DumpRequest

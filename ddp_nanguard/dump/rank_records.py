@@ -7,7 +7,7 @@ from typing import Any
 
 from ddp_nanguard.report.types import Kind, Natural, Phase, Rank, Shape, Site
 
-from .format import FileEntry
+from .names import FileEntry
 from .records import SCHEMA_VERSION, Line, Settings
 from .typed_json import as_json, read_fields
 

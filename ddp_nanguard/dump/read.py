@@ -16,30 +16,20 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from ddp_nanguard.capture.window import MicroBatch
 from ddp_nanguard.errors import DumpError
 
-from . import directories as place
 from .batch_codec import Types, unpack
-from .format import (
-    EVIDENCE,
-    FILES_JSON,
-    HISTORY,
-    WINDOW,
-    FileEntry,
-    rank_name,
-    rank_of,
-    ranks_in,
-    read_arrays,
-    read_tensors,
-)
+from .format import read_arrays, read_tensors
 from .history import require_history
-from .json_files import AGAIN, MAX_CONTENT_BYTES, well_formed
-from .locate import Paths, as_paths, directory_of
+from .json_files import MAX_CONTENT_BYTES, well_formed
+from .locate import Paths
 from .manifest import read_plain_state
+from .names import HISTORY, WINDOW, FileEntry, rank_of
+from .outline import DumpOutline
 from .progress import OnBytes, Progress, ignore_bytes
-from .rank_records import RankEvidence, RankFileList, WindowContent
-from .records import Manifest, read_record, read_versioned, record_of
-from .stored_tensors import StoredTensors, ranges_text
+from .rank_records import WindowContent
+from .records import Manifest, read_record, record_of
+from .stored_tensors import StoredTensors
 from .thread_map import thread_map
-from .verify import checked_manifest, require_one_dump, verify_file
+from .verify import verify_file
 
 
 def open_dump(path: Paths, *, verify: bool = True) -> Dump:
@@ -52,58 +42,19 @@ def open_dump(path: Paths, *, verify: bool = True) -> Dump:
     Raises:
         DumpError: it is not a dump, partial, of another version, or a file is missing or damaged.
     """
-    paths = [directory_of(part) for part in as_paths(path)]
-    if not paths:
-        raise DumpError("no dump given; see: ddp-nanguard list DIR")
-    manifests = [checked_manifest(part) for part in paths]
-    require_one_dump(paths, manifests)
-    dump = Dump(paths, manifests)
+    dump = Dump.open(path)
     if verify:
         dump.verify()
     return dump
 
 
-class Dump:
-    """A whole dump, open for reading. See `open_dump`.
-
-    Attributes:
-        paths: its directories.
-        manifest: of the first directory.
-        report: of the fault.
-        ranks: ranks whose files are present, sorted.
-    """
+class Dump(DumpOutline):
+    """A whole dump, open for reading, tensors included. See `open_dump`."""
 
     def __init__(self, paths: list[Path], manifests: list[Manifest]) -> None:
-        self.paths = paths
-        self.manifest = manifests[0]
-        self.report = self.manifest.report
-        self._manifests = manifests
-        # In reverse, so that the first directory given wins.
-        self._rank_paths = {rank: path / rank_name(rank) for path in reversed(paths) for rank in ranks_in(path)}
-        self.ranks = sorted(self._rank_paths)
-        self._lists = {rank: self._list_of(rank) for rank in self.ranks}
+        super().__init__(paths, manifests)
         self._tensors = StoredTensors(paths, self._rank_paths, self._lists, self.manifest)
         self._tell: OnBytes = ignore_bytes
-
-    @property
-    def path(self) -> Path:
-        """The first of the dump's directories."""
-        return self.paths[0]
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks that stepped together, present or not."""
-        return self.report.world_size
-
-    @property
-    def size_bytes(self) -> int:
-        """Total size in bytes of all files in all directories."""
-        return sum(place.size_of(path) for path in self.paths)
-
-    @property
-    def missing_ranks(self) -> list[int]:
-        """Ranks of the world whose files are not present."""
-        return [rank for rank in range(self.world_size) if rank not in self._rank_paths]
 
     def verify(self) -> None:
         """Check that every listed file exists and has the listed length and content. Reads all files.
@@ -128,39 +79,7 @@ class Dump:
         rank = rank_of(path.partition("/")[0])
         return rank is not None and rank not in self._rank_paths
 
-    def _list_of(self, rank: int) -> RankFileList:
-        directory = self._rank_paths[rank]
-        if rank >= self.world_size:
-            raise DumpError(f"{directory} is of a rank beyond world_size={self.world_size}; {AGAIN}")
-        return read_versioned(directory, FILES_JSON, RankFileList, MAX_CONTENT_BYTES)
-
     # one rank
-
-    def _rank(self, rank: int) -> Path:
-        if rank in self._rank_paths:
-            return self._rank_paths[rank]
-        have = f"of world_size={self.world_size} it has rank {ranges_text(self.ranks) or 'none'}"
-        if rank in range(self.world_size):
-            raise DumpError(
-                f"{self.path} holds nothing of rank {rank}; {have}; give the directories of the other nodes too"
-            )
-        raise DumpError(f"{self.path} has no rank {rank}; {have}")
-
-    def _rank_file(self, rank: int, name: str) -> Path:
-        path = self._rank(rank) / name
-        if not path.exists():
-            problems = "; ".join(self._lists[rank].problems) or "its writer gave no reason"
-            raise DumpError(f"{path} was not written ({problems}); rank {rank} cannot be replayed from this dump")
-        return path
-
-    def evidence(self, rank: int) -> RankEvidence:
-        """The record of what a rank observed: sites, host, device, dtypes, settings.
-
-        Raises:
-            DumpError: it is missing or damaged, as for every file of a rank.
-        """
-        self._rank_file(rank, EVIDENCE)
-        return read_record(self._rank(rank), EVIDENCE, RankEvidence)
 
     def history(self, rank: int) -> dict[str, np.ndarray[Any, Any]]:
         """Minima and maxima per slot of a rank's last steps, and their loss and gradient norm; arrays by name.

@@ -18,8 +18,8 @@ from ddp_nanguard.report.command_text import script_text
 from ddp_nanguard.report.text import replay_lacks
 from ddp_nanguard.report.types import FaultReport, Natural, Rank, Rule, Shape
 
-from .format import FileEntry
 from .json_files import AGAIN, MAX_JSON_BYTES, read_json
+from .names import FileEntry
 from .typed_json import MisfitError, as_json, read_as, read_fields
 
 SCHEMA_VERSION = 2

@@ -15,7 +15,7 @@ from ddp_nanguard.distributed.fault_group import FaultGroup
 from ddp_nanguard.report.types import FaultReport
 from ddp_nanguard.tensors.shards import TensorShard
 
-from .format import PARTIAL
+from .names import PARTIAL
 from .rank_records import RankEvidence
 from .records import TensorShape, WrapperDescription
 

@@ -24,7 +24,8 @@ from torch.futures import Future
 
 from ddp_nanguard.tensors.shards import TensorShard
 
-from .format import COPY_BYTES, STATE_DIR, FileEntry, bounded_parts, storable_shard, write_tensors
+from .format import COPY_BYTES, bounded_parts, storable_shard, write_tensors
+from .names import STATE_DIR, FileEntry
 from .progress import OnBytes, ignore_bytes
 from .thread_map import thread_map
 

@@ -10,9 +10,11 @@ from pathlib import Path
 import torch
 
 from ddp_nanguard.errors import DumpError
+from ddp_nanguard.report.wording import ranges_text
 
-from .format import OFFSETS_KEY, OWN, STATE_DIR, dtype_of, open_tensors, restored
+from .format import OFFSETS_KEY, dtype_of, open_tensors, restored
 from .json_files import AGAIN, parse_json, well_formed
+from .names import OWN, STATE_DIR
 from .progress import OnBytes
 from .rank_records import RankFileList, StoredTensor
 from .records import Manifest
@@ -195,14 +197,3 @@ def _name_of(key: str) -> str:
 
 def _covers(chunks: list[_Chunk], shape: tuple[int, ...]) -> bool:
     return bool(chunks) and sum(math.prod(chunk.shape) for chunk in chunks) >= math.prod(shape)
-
-
-def ranges_text(ranks: list[int]) -> str:
-    """Sorted ranks as ranges, such as "0-3, 6"; "none" for an empty list."""
-    groups: list[list[int]] = []
-    for rank in ranks:
-        if groups and rank == groups[-1][1] + 1:
-            groups[-1][1] = rank
-        else:
-            groups.append([rank, rank])
-    return ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in groups) or "none"

@@ -7,8 +7,9 @@ from pathlib import Path
 from ddp_nanguard.errors import DumpError
 
 from . import directories as place
-from .format import EVIDENCE, MANIFEST, FileEntry, list_file
+from .files import list_file
 from .json_files import well_formed
+from .names import EVIDENCE, MANIFEST, FileEntry
 from .progress import OnBytes
 from .records import Manifest, read_versioned
 

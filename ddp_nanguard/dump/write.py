@@ -24,18 +24,10 @@ from ddp_nanguard.errors import DumpError
 from ddp_nanguard.report.text import human_size
 
 from . import directories as place
-from .format import (
-    MANIFEST,
-    STATE_DIR,
-    DumpName,
-    FileEntry,
-    check_header,
-    list_file,
-    rank_name,
-    ranks_in,
-    sync_directory,
-)
+from .files import list_file, sync_directory
+from .format import check_header
 from .manifest import Outcome, write_shared_files
+from .names import MANIFEST, STATE_DIR, DumpName, FileEntry, rank_name, ranks_in
 from .progress import Progress
 from .rank_files import Problems, RankFiles, reason, tensor_bytes
 from .request import DumpRequest, DumpResult
@@ -313,6 +305,7 @@ class _Together:
         write_shared_files(self.request, self.path, self.root / str(self.name), outcome)
         sync_directory(self.path)
         name = place.finish(self.root, self.name)
+        place.point_latest(self.root / str(name))
         sync_directory(self.root)
         place.rotate(self.root, self.request.config.dump_keep, self.root / str(name))
         return name
@@ -374,6 +367,7 @@ class _Alone:
                 who = "each rank" if self.why == self.request.why_alone else f"rank {self.request.rank}"
                 problems = [f"{who} wrote its own part: {self.why}", *self.problems.lines]
                 write_shared_files(self.request, dump, dump, Outcome(True, self.why, problems, []))
+                place.point_latest(dump)
 
 
 def _progress(request: DumpRequest, size_bytes: int) -> Progress:

@@ -9,13 +9,12 @@ from typing import Any
 from torch import nn
 
 from ddp_nanguard.config import ENV_INJECT
-from ddp_nanguard.report.types import KINDS, WATCHABLE, Phase
+from ddp_nanguard.report.types import KINDS, PHASES, Phase
 from ddp_nanguard.report.wording import listed
 from ddp_nanguard.wrappers import Wrapper
 
 from .parameters import held_parts
 
-PHASES = tuple(str(phase) for phase in WATCHABLE)
 WITHOUT_LAYER = (Phase.INPUT, Phase.LOSS)
 IN_PARAMETERS = (Phase.STATE, Phase.REDUCE, Phase.OPTIMIZER)
 MAX_NAMES = 12  # of layers or ranks in an error text, which would grow with the model otherwise

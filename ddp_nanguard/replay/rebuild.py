@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from ddp_nanguard.capture.backends import matmul_precision, set_backend_settings
-from ddp_nanguard.dump.format import STATE_JSON
+from ddp_nanguard.dump.names import STATE_JSON
 from ddp_nanguard.dump.read import Dump
 from ddp_nanguard.errors import DumpError
 from ddp_nanguard.tensors.shards import TensorShard

@@ -42,6 +42,8 @@ class Phase(enum.StrEnum):
 
 WATCHABLE = tuple(phase for phase in Phase if phase is not Phase.LOOP)
 """Phases that the option ``watch`` knows, and that faults can be planted in; ``loop`` is told from two of them."""
+PHASES = tuple(str(phase) for phase in WATCHABLE)
+"""Their names, as options and commands take them."""
 
 KINDS = ("nan", "inf", "-inf")
 """Kinds of non-finite values, worst first."""

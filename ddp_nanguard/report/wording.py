@@ -30,3 +30,14 @@ def listed(values: Iterable[object], limit: int = 8, total: int | None = None, s
 def plural(count: int, noun: str) -> str:
     """A count with its noun, with an "s" for all counts but 1: ``1 rank``, ``2 ranks``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def ranges_text(ranks: list[int]) -> str:
+    """Sorted ranks as ranges, such as "0-3, 6"; "none" for an empty list."""
+    groups: list[list[int]] = []
+    for rank in ranks:
+        if groups and rank == groups[-1][1] + 1:
+            groups[-1][1] = rank
+        else:
+            groups.append([rank, rank])
+    return ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in groups) or "none"

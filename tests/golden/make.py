@@ -22,7 +22,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_nanguard import NanGuard, NonFiniteError
-from ddp_nanguard.dump.format import list_file
+from ddp_nanguard.dump.files import list_file
 from tests.golden import GOLDEN
 from tests.golden.recipe import BAD_STEP, Net, batch_of, step
 from tests.rank_processes import run_ranks

@@ -31,6 +31,8 @@ FOUND = [
     Shape("fsdp2", surgery="scale", fault=LoopFault("code", rank=1, step=0)),
     # clipping has made all gradients bad: the first of them was named
     Shape("ddp", clip="torch", fault=LoopFault("code", rank=1, step=1)),
+    # an EMA's weights, looked at after the loss, were taken for the end of a replayed graph: "loss"
+    Shape("plain", watched=True, ema="registered", fault=LoopFault("moved", rank=0, step=1)),
     # a sparse gradient, looked at by itself, was told to be the first
     Shape("ddp", sparse=True, fault=LoopFault("grad", rank=0, step=2, block=2)),
     # ranks that got it by the loop's own averaging: "a hook of the job has changed them"

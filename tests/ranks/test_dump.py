@@ -123,4 +123,5 @@ def test_rotation_keeps_the_newest_whole_dumps(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     run_ranks(many, 2, root=tmp_path, keep=2)
     names = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
-    assert names == ["checkpoints", "step-00000000.partial", "step-00000003", "step-00000004"]
+    assert (tmp_path / "latest").readlink() == Path("step-00000004")
+    assert names == ["checkpoints", "latest", "step-00000000.partial", "step-00000003", "step-00000004"]

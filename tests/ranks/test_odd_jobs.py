@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from ddp_nanguard.dump import open_dump
 from ddp_nanguard.fault import policy
 from ddp_nanguard.report.types import CALLS_ONLY
 from tests.ranks import run_ranks
-from tests.ranks.small import NAN, sgd, small_model
+from tests.ranks.small import NAN, rows, run_step, sgd, small_model
 
 
 def _stopped(run: Callable[[], object]) -> tuple[str, dict[str, Any]] | None:
@@ -55,6 +56,39 @@ def test_options_that_differ_between_ranks_are_refused_everywhere() -> None:
         assert "3" in refused
         assert "4" in refused
         assert again is None, "the refusal left something behind"
+
+
+def _own_dump_dir(rank: int, world_size: int, root: str) -> dict[str, Any]:
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ddp_nanguard.build").addHandler(handler)
+    model = small_model()
+    optimizer = sgd(model)
+    refused = _refused(lambda: NanGuard(model, optimizer, dump_dir=None if rank else root))
+    also = _refused(lambda: NanGuard(model, optimizer, dump_dir=f"{root}/{rank}", max_skips=rank))
+    guard = NanGuard(model, optimizer, dump_dir=f"{root}/12:00:0{rank}", timeout_s=5)
+    told_before = list(told)
+    try:
+        run_step(guard, optimizer, rows(bad=rank == 1))
+    except NonFiniteError as error:
+        return {"refused": refused, "also": also, "told": told_before, "path": error.report.dump_path}
+    raise AssertionError("nothing went bad")
+
+
+def test_a_dump_dir_with_a_time_stamp_is_that_of_rank_0_on_all_ranks(tmp_path: Path) -> None:
+    first, second = run_ranks(_own_dump_dir, root=str(tmp_path))
+    directory = tmp_path / "12:00:00"
+    line = f"option dump_dir differs between ranks: {str(directory)!r}, that of rank 0, is taken for all"
+    assert (first["told"], second["told"]) == ([line], [])
+    assert first["path"] == second["path"] == str(directory / "step-00000000")
+    assert sorted(path.name for path in (directory / "step-00000000").glob("rank-*")) == ["rank-00000", "rank-00001"]
+    assert list(tmp_path.iterdir()) == [directory], "no other rank has made a directory of its own"
+    assert (
+        first["refused"] == second["refused"]
+        and f"dump_dir={str(tmp_path)!r} against dump_dir=None" in first["refused"]
+    )
+    assert first["also"] == second["also"] and "max_skips=0 against max_skips=1" in first["also"]
 
 
 def _invalid_on_one(rank: int, world_size: int) -> str | None:

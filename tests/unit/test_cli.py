@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
@@ -26,7 +27,9 @@ def test_cli_list(tmp_path, path, capsys):
     (tmp_path / "step-00000008.partial" / "rank-00003").mkdir(parents=True)
     code, out, err = run_cli(capsys, "list", tmp_path)
     assert (code, err) == (0, "")
-    header, first, second, third = out.splitlines()
+    table, again = out.split("\n\n")
+    assert again == "forward · layers.2.act · output: NaN\n  seen 2 times, steps 7, 123456789\n"
+    header, first, second, third = table.splitlines()
     assert header.split() == ["STEP", "WHEN", "DUMP", "RANKS", "SIZE", "STATUS", "ORIGIN"]
     assert first.split()[0] == "7" and "step-00000007  " in first and "1/1" in first and "whole" in first
     assert "rank 0 · micro-batch 1 · forward · layers.2.act (call 1): finite in, NaN out" in first
@@ -36,6 +39,41 @@ def test_cli_list(tmp_path, path, capsys):
         line.rindex(text) for line, text in zip((first, second, third), ("whole", "partial", "whole"), strict=True)
     }
     assert columns == {header.index("STATUS")}
+
+
+def test_cli_list_looks_below_the_directory_and_follows_no_circle(tmp_path, capsys):
+    first = write_dump(request(tmp_path / "a" / "run" / "nan_dumps", step=3)).path
+    second = write_dump(request(tmp_path / "b", step=4)).path
+    (tmp_path / "b" / "circle").symlink_to(tmp_path, target_is_directory=True)
+    (tmp_path / "a" / "again").symlink_to(tmp_path / "b", target_is_directory=True)
+    code, out, err = run_cli(capsys, "list", tmp_path, "--json")
+    assert (code, err) == (0, "")
+    assert [(dump["step"], Path(dump["path"]).resolve()) for dump in json.loads(out)["dumps"]] == [
+        (3, Path(first)),
+        (4, Path(second)),
+    ]
+    _, out, _ = run_cli(capsys, "list", tmp_path / "a" / "run")
+    assert f"  {first}  " in out, "it says where it lies"
+    assert run_cli(capsys, "list", __file__)[::2] == (
+        2,
+        f"ddp-nanguard: {__file__} is no directory; give the dump_dir of a run, or a directory above it\n",
+    )
+
+
+def test_latest_leads_to_the_dump_that_was_finished_last(tmp_path, capsys):
+    for step in (9, 2):
+        write_dump(request(tmp_path, step=step))
+    assert (tmp_path / "latest").readlink() == Path("step-00000002")
+    code, out, _ = run_cli(capsys, "show", tmp_path / "latest")
+    assert code == 0 and out.splitlines()[-1].endswith(f"ddp-nanguard replay {tmp_path}/step-00000002 --trace")
+    assert run_cli(capsys, "list", tmp_path / "latest")[1].splitlines()[1].split()[0] == "2"
+    assert len(run_cli(capsys, "list", tmp_path)[1].split("\n\n")[0].splitlines()) == 3, "it is no dump of its own"
+
+
+def test_a_dump_is_written_where_latest_is_taken(tmp_path):
+    (tmp_path / "latest").mkdir()
+    result = write_dump(request(tmp_path))
+    assert result.problems == [] and (tmp_path / "latest").is_dir() and not (tmp_path / "latest").is_symlink()
 
 
 def test_cli_list_of_nothing(tmp_path, capsys):

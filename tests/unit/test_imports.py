@@ -16,7 +16,7 @@ from ddp_nanguard.hooks.frames import FrameRole, role_of
 PACKAGE = Path(__file__).parents[2] / "ddp_nanguard"
 
 FLOORS = (
-    ("report",),
+    ("report", "lazy"),
     ("errors", "config", "tensors"),
     ("hooks",),
     ("probes", "wrappers"),
