@@ -6,7 +6,7 @@ properties/  what hypothesis draws: a fault at any place of any module tree or t
 ranks/       real processes: wrappers, verdict, dumps, replays, teardown; `test_matrix` crosses them with faults
 cases/       public failure reports, restated
 e2e/         the demo, the example and the fire drill, under torchrun
-gpu/         what needs CUDA
+device/      devices other than the CPU: two simulated ones, and a real GPU where there is one
 
 What they share: `rank_processes` starts ranks, `training` trains (one loop for all), `models`, `faults` and `matrix`
 say what is trained and what goes bad, `diagnosing` trains into a fault and explains its dump in one process,

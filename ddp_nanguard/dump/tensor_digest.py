@@ -20,7 +20,7 @@ from .thread_map import thread_map
 
 DIGEST_BYTES = 8
 PIECE_BYTES = 8 * 2**20
-"""Of the memory that is taken on a device at most three times as much at a time."""
+"""Of a tensor at a time. On a device twice as much is taken, and as much again where the tensor has gaps."""
 _WORD_BYTES = 8
 
 

@@ -18,10 +18,10 @@ from tests.ranks import run_ranks, run_ranks_raw
 
 from . import jobs
 
-LARGEST = 32 * 2**20
-MOST_BEYOND = 3 * PIECE_BYTES + 2**20  # of the largest tensor's size nothing
+LARGEST = 20 * 2**20  # more than two pieces
+MOST_BEYOND = 2 * PIECE_BYTES + 2**20  # of the largest tensor's size nothing
 BAD_STEP = 1
-FAULTS = (("backward", False), ("backward", True), ("forward", True))
+FAULTS = (("backward", False), ("backward", True), ("forward", False))
 """Where, and whether the device has no memory left from the verdict on."""
 
 
@@ -59,8 +59,9 @@ def _fault(rank: int, directory: str, where: str, limited: bool) -> dict[str, An
             for batch in guard.steps(list(jobs.batches(device, BAD_STEP + 1, bad=BAD_STEP))):
                 jobs.train(guard, optimizer, batch)
     except NonFiniteError as error:
-        beyond = taken[0]
+        (beyond, copied) = taken
         return {
+            "copied": copied,
             "where": where,
             "limited": limited,
             "beyond": beyond,
@@ -74,7 +75,10 @@ def _fault(rank: int, directory: str, where: str, limited: bool) -> dict[str, An
 
 @contextlib.contextmanager
 def _measured(limited: bool) -> Iterator[list[int]]:
-    """Bytes that are taken on the device once the verdict is known, from when on it has no more if ``limited``."""
+    """Bytes that are taken on the device once the verdict is known, and bytes that are copied to the host.
+
+    ``limited``: from then on the device has no memory left.
+    """
     from ddp_nanguard.fault.policy import FaultPolicy
 
     from . import simulated_cuda
@@ -87,9 +91,10 @@ def _measured(limited: bool) -> Iterator[list[int]]:
         core.limit_memory(0 if limited else -1)
         before = core.live_bytes()
         try:
-            return handle(*args)
+            with simulated_cuda.logging() as log:
+                return handle(*args)
         finally:
-            taken.append(core.peak_bytes() - before)
+            taken.extend([core.peak_bytes() - before, sum(entry.bytes for entry in log.of("D2H wait"))])
             core.limit_memory(-1)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -108,10 +113,36 @@ def test_a_fault_takes_little_memory_and_is_told_without_any(simulated: str, tmp
         assert origin["layer"] == ("table" if one["where"] == "backward" else "divide"), one
         assert max(one["beyond"], other["beyond"]) <= (0 if one["limited"] else MOST_BEYOND), one
         assert one["report"]["notes"] == [], one
+        if one["where"] == "forward":  # weight and gradient once, by one rank or the other
+            assert one["copied"] + other["copied"] < 2 * LARGEST + 2**20
         dump = open_dump(one["report"]["dump_path"])
         dump.verify()
         weight = dump.load_state(["model.table.weight"])["model.table.weight"]
         assert weight.numel() * 4 == LARGEST and bool((weight[1:] == 1).all())
+
+
+def _digests(rank: int, world_size: int) -> tuple[list[bytes], list[bytes], list[bytes]]:
+    from ddp_nanguard.dump.tensor_digest import digests
+
+    from . import simulated_cuda
+
+    device, generator = jobs.device_of(rank), torch.Generator().manual_seed(0)
+    numbers = torch.randn(3, 700, 1000, generator=generator)  # more than one piece
+    tensors = [numbers, numbers.bfloat16()[1:, 1:, 1:], numbers[0].T, torch.zeros(0), numbers[0, 0, 0], numbers > 0]
+    moved = [tensor.to(device).as_strided(tensor.size(), tensor.to(device).stride()) for tensor in tensors]
+    found = digests(moved)
+    changed = [tensor.clone() for tensor in moved]
+    changed[0][2, 699, 999] += 1e-3
+    simulated_cuda.core().limit_memory(0)
+    on_host = digests(moved)
+    simulated_cuda.core().limit_memory(-1)
+    return found, on_host, digests(changed)
+
+
+def test_a_device_without_memory_gives_the_same_digests(simulated: str) -> None:
+    ((found, on_host, changed),) = run_ranks(_digests, 1, 60, device=simulated, process_group=False)
+    assert found == on_host
+    assert [one == other for one, other in zip(found, changed, strict=True)] == [False, *[True] * 5]
 
 
 def _raised(rank: int, world_size: int, bad: bool) -> None:

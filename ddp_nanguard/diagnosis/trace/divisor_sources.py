@@ -151,7 +151,9 @@ class DivisorSources:
             return source
         zeros = result.detach() == 0
         for _, _, value in given[:1] if operator.base in {"pow", "div", "_to_copy"} else given[:2]:
-            zeros = zeros & (value != 0).to(zeros.device)  # `_to_copy` may go to another one
+            is_there = value != 0
+            # what is cast may come from another device
+            zeros = zeros & (is_there.to(zeros.device) if isinstance(is_there, Tensor) else is_there)
         if not bool(zeros.any()):
             return source
         return replace(source, underflowed=zeros, spot=spot, dtype=str(result.dtype).removeprefix("torch."))
