@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeAlias
 
@@ -19,6 +22,28 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 def add_dump(parser: argparse.ArgumentParser) -> None:
     """Add the positional argument that names the dump."""
     parser.add_argument("dump", nargs="+", metavar="DUMP", help="a dump, or its parts on several nodes")
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add the option by which a command prints one JSON object, and what it tells people goes to stderr."""
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+
+
+def add_job(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments after ``--``: the command that starts the user's job."""
+    parser.add_argument("job", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command of the job")
+
+
+def job_of(options: argparse.Namespace) -> tuple[str, ...]:
+    """The command of the job, without the ``--`` before it; () without one."""
+    return tuple(options.job[1:] if options.job[:1] == ["--"] else options.job)
+
+
+@contextlib.contextmanager
+def told_on_stderr(as_json: bool) -> Iterator[None]:
+    """Where JSON is wanted, what is printed for people within this context goes to stderr."""
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        yield
 
 
 def add_replay_source(parser: argparse.ArgumentParser) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -10,20 +11,21 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from .arguments import WRONG_USAGE, output_directory
+from .arguments import WRONG_USAGE, output_directory, told_on_stderr
 from .job_output import environment_without_job, error_message, worker_texts
 
 SCRIPT = "digits.py"
 TRAINING_TIMEOUT_S = 300
 
 
-def run_demo(wrapper: str = "ddp", num_ranks: int = 2, out: str | None = None) -> int:
+def run_demo(wrapper: str = "ddp", num_ranks: int = 2, out: str | None = None, *, as_json: bool = False) -> int:
     """Run the demo and print what happens.
 
     Args:
         wrapper: ``ddp``, ``fsdp1`` or ``fsdp2``.
         num_ranks: number of processes.
         out: directory for dumps and logs; default a new temporary one.
+        as_json: print dump and outcome as JSON; what people read goes to stderr.
 
     Returns:
         0 if the training was stopped by the guard and the replay gave the same fault with the same bits, else 1; 2 if
@@ -34,10 +36,12 @@ def run_demo(wrapper: str = "ddp", num_ranks: int = 2, out: str | None = None) -
         print(_missing(script), file=sys.stderr)
         return WRONG_USAGE
     directory = output_directory(out, "nanguard-demo-")
-    dump = _train(script, wrapper, num_ranks, directory)
-    if dump is None:
-        return 1
-    return _replay(script, wrapper, dump)
+    with told_on_stderr(as_json):
+        dump = _train(script, wrapper, num_ranks, directory)
+        code = None if dump is None else _replay(script, wrapper, dump)
+    if as_json:
+        print(json.dumps({"dump": dump and str(dump), "is_same": code == 0, "replay_exit_code": code}))
+    return 0 if code == 0 else 1
 
 
 def find_script() -> Path | None:
@@ -80,15 +84,16 @@ def _train(script: Path, wrapper: str, num_ranks: int, directory: Path) -> Path 
 
 
 def _replay(script: Path, wrapper: str, dump: Path) -> int:
-    """Replay the rank where the fault began, alone in one process; 0 if it is the same, else 1."""
+    """Replay the rank where the fault began, alone in one process; returns the exit code of the replay."""
     _say("\n2. The guilty rank again, alone, in one process, from the dump")
     training = [str(script), "--wrapper", wrapper, "--out", str(dump.parent)]
     print(f"   $ ddp-nanguard replay {dump} --trace -- python {' '.join(training)}\n", flush=True)
     command = [sys.executable, "-m", "ddp_nanguard", "replay", str(dump), "--trace", "--", sys.executable, *training]
-    code = subprocess.run(command, env=_environment(script), check=False).returncode
+    # its output goes where that of this process goes now
+    code = subprocess.run(command, env=_environment(script), stdout=sys.stdout, check=False).returncode
     verdict = "The same fault, bit for bit" if code == 0 else "The replay differs"
     _say(f"\n   {verdict} (exit code {code}); now try: ddp-nanguard show {dump}")
-    return min(code, 1)
+    return code
 
 
 def _environment(script: Path) -> dict[str, str]:

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import uuid
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,8 @@ from ddp_nanguard.errors import DumpError
 from ddp_nanguard.inject.spec import IN_PARAMETERS, WITHOUT_LAYER
 from ddp_nanguard.report.types import Phase
 
-from .arguments import WRONG_USAGE, output_directory
+from .arguments import WRONG_USAGE, output_directory, told_on_stderr
+from .check import Check
 from .drill_job import ENV_DRILL_ID, LAUNCHERS, JobResult, kill_all, num_processes, run_job
 from .job_output import environment_without_job, error_message
 
@@ -59,30 +60,12 @@ class DrillConfig:
     out: str | None = None
 
 
-@dataclass(frozen=True)
-class Check:
-    """One promise and whether it holds.
-
-    Attributes:
-        promise: its name.
-        holds: None where it cannot be checked here.
-        detail: what was found.
-    """
-
-    promise: str
-    holds: bool | None
-    detail: str
-
-    def __str__(self) -> str:
-        status = {True: "ok", False: "FAILED", None: "-"}[self.holds]
-        return f"  {self.promise:<28}{status:<8}{self.detail}"
-
-
-def run_drill(config: DrillConfig) -> int:
+def run_drill(config: DrillConfig, *, as_json: bool = False) -> int:
     """Run the job once per phase and print a table for each.
 
     Args:
         config: the job and its faults.
+        as_json: print the checks by phase as JSON; what people read goes to stderr.
 
     Returns:
         0 if every promise holds in every phase, 1 if not, 2 where the job cannot be run.
@@ -92,19 +75,26 @@ def run_drill(config: DrillConfig) -> int:
         print(f"ddp-nanguard: {problem}", file=sys.stderr)
         return WRONG_USAGE
     directory = output_directory(config.out, "nanguard-drill-")
-    broken: list[str] = []
-    num_checked = 0
-    for phase in config.phases:
-        rows = _drill(replace(config, phases=(phase,)), phase, directory / phase)
-        broken += [f"{phase}: {row.promise}" for row in rows if row.holds is False]
-        num_checked += sum(row.holds is not None for row in rows)
+    with told_on_stderr(as_json):
+        rows = {phase: _drill(replace(config, phases=(phase,)), phase, directory / phase) for phase in config.phases}
+        holds = _tell_sum(rows, directory)
+    if holds and config.out is None:
+        shutil.rmtree(directory, ignore_errors=True)
+    if as_json:
+        phases = {phase: [asdict(row) for row in of_phase] for phase, of_phase in rows.items()}
+        print(json.dumps({"holds": holds, "phases": phases, "directory": str(directory)}))
+    return 0 if holds else 1
+
+
+def _tell_sum(rows: dict[str, list[Check]], directory: Path) -> bool:
+    """Print whether every promise holds in every phase, and return it."""
+    broken = [f"{phase}: {row.promise}" for phase, of_phase in rows.items() for row in of_phase if row.holds is False]
+    num_checked = sum(row.holds is not None for of_phase in rows.values() for row in of_phase)
     if not broken:
         print(f"drill: all {num_checked} promises hold")
-        if config.out is None:
-            shutil.rmtree(directory, ignore_errors=True)
-        return 0
+        return True
     print(f"drill: FAILED: {len(broken)} of {num_checked} promises: {'; '.join(broken)} (dumps and logs: {directory})")
-    return 1
+    return False
 
 
 def _problem(config: DrillConfig) -> str | None:

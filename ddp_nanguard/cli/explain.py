@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from ddp_nanguard.errors import DumpError
 from ddp_nanguard.report.command_text import replay_text
 
-from .arguments import Commands, add_dump, add_replay_source
+from .arguments import Commands, add_dump, add_json, add_replay_source
+from .help_text import add_command
 
 if TYPE_CHECKING:
     from ddp_nanguard.diagnosis.diagnose import Diagnosis
@@ -18,15 +19,11 @@ if TYPE_CHECKING:
 
 def add_explain(commands: Commands) -> None:
     """Add the command ``explain`` to the parser."""
-    parser = commands.add_parser(
-        "explain",
-        help="why it happened: one sentence and the evidence",
-        description="Runs the step under a trace where the dump can be replayed alone; else asks the report.",
-    )
+    parser = add_command(commands, "explain")
     add_dump(parser)
     add_replay_source(parser)
     parser.add_argument("--no-replay", action="store_true", help="run nothing: ask the report and the history alone")
-    parser.add_argument("--json", action="store_true", help="as JSON")
+    add_json(parser)
     parser.set_defaults(command=run_explain)
 
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from ddp_nanguard.errors import DumpError
 
-from .arguments import Commands, add_dump, add_replay_source, count, index
+from .arguments import Commands, add_dump, add_json, add_replay_source, count, index
+from .help_text import add_command
 
 if TYPE_CHECKING:
     from ddp_nanguard.diagnosis.diagnose import Diagnosis
@@ -23,19 +24,11 @@ _ALONE = ("rank", "dtype", "repeat", "deterministic", "poison_memory", "minimize
 
 def add_replay(commands: Commands) -> None:
     """Add the command ``replay`` to the parser."""
-    parser = commands.add_parser(
-        "replay",
-        help="run one rank's step again, alone in this process; under torchrun all of them",
-        usage="ddp-nanguard replay [OPTIONS] DUMP [-- python train.py ...]",
-        description="The step is that of a recipe, or of the training script itself, whose command follows --. "
-        "Exit codes: 0 same, 3 elsewhere, 4 not reproduced, 5 cannot, 2 wrong usage. "
-        "For all ranks: torchrun --nproc-per-node N -m ddp_nanguard replay DUMP, "
-        "or NANGUARD_REPLAY=DUMP torchrun --nproc-per-node N train.py ...",
-    )
+    parser = add_command(commands, "replay", usage="ddp-nanguard replay [OPTIONS] DUMP [-- python train.py ...]")
     add_dump(parser)
     add_replay_source(parser)
     parser.add_argument("--as-rank", type=index, metavar="N", help="with a command: the rank that the script sees")
-    parser.add_argument("--json", action="store_true", help="the outcome as JSON")
+    add_json(parser)
     _add_more(parser)
     parser.set_defaults(command=run_replay, job=None)
 

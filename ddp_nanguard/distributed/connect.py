@@ -93,7 +93,7 @@ def _gloo_group(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
     peers = _over_store(_default_store(), f"{name_of(ranks)}/connect/{_lives[ranks]}", ranks)
     peers.bound_waiting(CONSTRUCTION_TIMEOUT_S)
     made: list[dist.ProcessGroup] = []
-    found = _first_failure(peers, _try_gloo) or _first_failure(peers, lambda: made.append(_new_group(ranks)))
+    found = _first_failure(peers, try_gloo) or _first_failure(peers, lambda: made.append(_new_group(ranks)))
     if found is None:
         return made[0]
     for group in made:
@@ -119,7 +119,12 @@ def _first_failure(peers: FaultGroup, act: Callable[[], object]) -> tuple[int, s
     return peers.first_problem(problem)
 
 
-def _try_gloo() -> None:
+def try_gloo() -> None:
+    """Connect this process to itself.
+
+    Raises:
+        Exception: of some kind, where gloo finds no interface or address that it can use.
+    """
     dist.ProcessGroupGloo(HashStore(), 0, 1, timedelta(seconds=_MESH_S))
 
 

@@ -2,11 +2,14 @@
 
 import dataclasses
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 
+from ddp_nanguard.cli import completion
 from ddp_nanguard.cli import main as cli
+from ddp_nanguard.cli.help_text import GROUPS
 from ddp_nanguard.dump import write_dump
 from ddp_nanguard.dump.records import SCHEMA_VERSION
 from tests.dump_requests import report, request
@@ -99,7 +102,8 @@ def test_cli_show(path, capsys):
 @pytest.mark.parametrize("arguments", [[], ["show"], ["list"], ["nothing"], ["show", "--frames", "x"]])
 def test_cli_wrong_usage(arguments, capsys):
     code, out, err = run_cli(capsys, *arguments)
-    assert (code, out) == (2, "") and "usage: ddp-nanguard" in err
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("ddp-nanguard: ") and err.endswith(" --help\n")
 
 
 def test_cli_unusable_dump(path, capsys):
@@ -142,3 +146,45 @@ def test_the_variables_of_a_container_are_no_launcher(path, capsys, monkeypatch)
 def test_cli_values_that_do_not_fit(arguments, said, capsys):
     code, out, err = run_cli(capsys, *arguments)
     assert (code, out) == (2, "") and said in err.splitlines()[-1]
+
+
+def test_help_tells_what_to_do_first_and_an_example_of_every_command(capsys):
+    code, out, _ = run_cli(capsys, "--help")
+    assert code == 0
+    for group, commands in GROUPS.items():
+        assert f"\n{group}:\n" in out
+        for name, told in commands.items():
+            assert f"\n  {name:<12}{told.summary}\n" in out and f"$ ddp-nanguard {told.examples[0][0]}\n" in out
+    assert "A job has just stopped?" in out and "  ddp-nanguard show nan_dumps/latest\n" in out
+
+
+ALL_HELP = {name: told for commands in GROUPS.values() for name, told in commands.items()}
+
+
+@pytest.mark.parametrize("name", ALL_HELP)
+def test_help_of_a_command_has_examples_that_the_command_takes(name, capsys):
+    code, out, _ = run_cli(capsys, name, "--help")
+    assert code == 0 and out.startswith("usage: ddp-nanguard")
+    for line, purpose in ALL_HELP[name].examples:
+        assert f"{line}\n      {purpose}\n" in out
+        words = shlex.split(line.partition(" > ")[0])
+        arguments, _ = cli.replay.without_job(words[words.index(name) :])
+        assert cli._parser().parse_args(arguments).command is not None
+
+
+def test_every_command_is_in_the_overview():
+    (commands,) = (action.choices for action in cli._parser()._actions if isinstance(action.choices, dict))
+    assert set(commands) == set(ALL_HELP)
+
+
+def test_completion_without_shtab_names_the_extra(capsys, monkeypatch):
+    monkeypatch.setattr(completion.importlib.util, "find_spec", lambda name: None)
+    expected = "ddp-nanguard: completion needs shtab; pip install 'ddp-nanguard[completion]'\n"
+    assert run_cli(capsys, "completion", "bash") == (2, "", expected)
+
+
+def test_completion_knows_commands_and_options(capsys):
+    pytest.importorskip("shtab")
+    code, out, err = run_cli(capsys, "completion", "bash")
+    assert (code, err) == (0, "")
+    assert "--no-replay" in out and "doctor" in out
