@@ -56,7 +56,7 @@ class _Copy:
     """The tensors of one batch that come from one device; made when all of them are queued."""
 
     def __init__(self, lane: _Lane) -> None:
-        self._has_come = torch.zeros((), dtype=torch.uint8, pin_memory=True)
+        self._has_come = torch.zeros((), dtype=torch.uint8, device="cpu", pin_memory=True)
         with on_stream(lane.stream):
             self._has_come.copy_(lane.one, non_blocking=True)
         self._event = torch.Event(lane.stream.device)
