@@ -9,17 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_nanguard.dump.tensor_digest import PIECE_BYTES
+from ddp_nanguard.tensors.shards import TensorShard
+from tests.dump_requests import dumped
 from tests.ranks import run_ranks, run_ranks_raw
 
 from . import jobs
 
 LARGEST = 20 * 2**20  # more than two pieces
 MOST_BEYOND = 2 * PIECE_BYTES + 2**20  # of the largest tensor's size nothing
+SHARED = 2**20
 BAD_STEP = 1
 FAULTS = (("backward", False), ("backward", True), ("forward", False))
 """Where, and whether the device has no memory left from the verdict on."""
@@ -59,9 +63,8 @@ def _fault(rank: int, directory: str, where: str, limited: bool) -> dict[str, An
             for batch in guard.steps(list(jobs.batches(device, BAD_STEP + 1, bad=BAD_STEP))):
                 jobs.train(guard, optimizer, batch)
     except NonFiniteError as error:
-        (beyond, copied) = taken
+        (beyond,) = taken
         return {
-            "copied": copied,
             "where": where,
             "limited": limited,
             "beyond": beyond,
@@ -75,10 +78,7 @@ def _fault(rank: int, directory: str, where: str, limited: bool) -> dict[str, An
 
 @contextlib.contextmanager
 def _measured(limited: bool) -> Iterator[list[int]]:
-    """Bytes that are taken on the device once the verdict is known, and bytes that are copied to the host.
-
-    ``limited``: from then on the device has no memory left.
-    """
+    """Bytes that are taken on the device once the verdict is known, from when on it has no more if ``limited``."""
     from ddp_nanguard.fault.policy import FaultPolicy
 
     from . import simulated_cuda
@@ -91,10 +91,9 @@ def _measured(limited: bool) -> Iterator[list[int]]:
         core.limit_memory(0 if limited else -1)
         before = core.live_bytes()
         try:
-            with simulated_cuda.logging() as log:
-                return handle(*args)
+            return handle(*args)
         finally:
-            taken.extend([core.peak_bytes() - before, sum(entry.bytes for entry in log.of("D2H wait"))])
+            taken.append(core.peak_bytes() - before)
             core.limit_memory(-1)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -113,8 +112,6 @@ def test_a_fault_takes_little_memory_and_is_told_without_any(simulated: str, tmp
         assert origin["layer"] == ("table" if one["where"] == "backward" else "divide"), one
         assert max(one["beyond"], other["beyond"]) <= (0 if one["limited"] else MOST_BEYOND), one
         assert one["report"]["notes"] == [], one
-        if one["where"] == "forward":  # weight and gradient once, by one rank or the other
-            assert one["copied"] + other["copied"] < 2 * LARGEST + 2**20
         dump = open_dump(one["report"]["dump_path"])
         dump.verify()
         weight = dump.load_state(["model.table.weight"])["model.table.weight"]
@@ -143,6 +140,29 @@ def test_a_device_without_memory_gives_the_same_digests(simulated: str) -> None:
     ((found, on_host, changed),) = run_ranks(_digests, 1, 60, device=simulated, process_group=False)
     assert found == on_host
     assert [one == other for one, other in zip(found, changed, strict=True)] == [False, *[True] * 5]
+
+
+def _replicas(rank: int, world_size: int, root: str) -> tuple[list[str], int]:
+    """A dump of three replicated tensors, of which one differs in a single bit."""
+    from . import simulated_cuda
+
+    device = jobs.device_of(rank)
+    tensors = {name: torch.zeros(SHARED // 4, device=device) for name in ("model.a", "model.b", "model.c")}
+    if rank == 1:
+        tensors["model.b"][-1] = -0.0
+    state = [TensorShard.whole(name, tensor) for name, tensor in tensors.items()]
+    place = {"shard_index": 0, "num_shards": 1, "replica_index": rank, "group": dist.new_group(backend="gloo")}
+    with simulated_cuda.logging() as log:
+        result = dumped(Path(root), rank=rank, world_size=world_size, state=state, **place)
+    assert not result.problems
+    return result.replicas_disagree, sum(entry.bytes for entry in log.of("D2H wait"))
+
+
+def test_of_replicas_only_what_differs_is_copied(simulated: str, tmp_path: Path) -> None:
+    found = run_ranks(_replicas, 2, 60, device=simulated, root=str(tmp_path))
+    assert [disagree for disagree, _ in found] == [["rank 1: model.b"]] * 2
+    copied = sum(num_bytes for _, num_bytes in found)
+    assert 4 * SHARED <= copied < 4 * SHARED + 2**16, "each once, and the one that differs"
 
 
 def _raised(rank: int, world_size: int, bad: bool) -> None:
