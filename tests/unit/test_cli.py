@@ -103,7 +103,9 @@ def test_cli_show(path, capsys):
 def test_cli_wrong_usage(arguments, capsys):
     code, out, err = run_cli(capsys, *arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("ddp-nanguard: ") and err.endswith(" --help\n")
+    assert err.startswith("ddp-nanguard: ")
+    command = f"{arguments[0]} " if arguments in (["show"], ["list"]) else ""
+    assert err.endswith(f"; see what is valid: ddp-nanguard {command}--help\n")
 
 
 def test_cli_unusable_dump(path, capsys):
