@@ -23,15 +23,16 @@ def add_completion(commands: Commands, program: argparse.ArgumentParser) -> None
     """
     parser = add_command(commands, "completion")
     parser.add_argument("shell", choices=SHELLS, help="whose completion is printed")
-    parser.set_defaults(command=functools.partial(run_completion, program))
+    parser.set_defaults(command=functools.partial(run_completion, program, commands))
 
 
-def run_completion(program: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+def run_completion(program: argparse.ArgumentParser, commands: Commands, options: argparse.Namespace) -> int:
     """Run ``ddp-nanguard completion SHELL``: print the script. Returns 0, or 2 where shtab is missing."""
     if importlib.util.find_spec("shtab") is None:
         print(MISSING, file=sys.stderr)
         return WRONG_USAGE
     import shtab
 
+    commands.help = None  # the overview tells them itself, but what the help suppresses shtab leaves out
     print(shtab.complete(program, options.shell))
     return 0

@@ -31,6 +31,7 @@ from ddp_nanguard.tensors.accelerator import accelerator
 from .check import Check
 
 CONNECT_S = 60.0
+IMPORT_TIMEOUT_S = 120.0
 MAX_SHOWN = 3
 MAX_SCRIPT_BYTES = 2**20
 _TRUE = ("1", "true", "t", "yes", "y")
@@ -203,25 +204,41 @@ def _of_command(command: Sequence[str]) -> Iterator[Check]:
     if program is None:
         yield Check("command", False, f"there is no command {command[0]!r}; give what starts the job")
         return
-    if Path(program).name.startswith("python") and not _is_this_one(program):
-        yield _other_interpreter(program)
+    interpreter = _interpreter_of(Path(program))
+    if interpreter is not None and not _is_this_one(interpreter):
+        yield _other_interpreter(interpreter)
     script = next((Path(word) for word in command[1:] if word.endswith(".py")), None)
     if script is not None:
         yield _script(script)
 
 
-def _is_this_one(program: str) -> bool:
-    return Path(program).absolute() == Path(sys.executable).absolute()
+def _interpreter_of(program: Path) -> Path | None:
+    """The interpreter that a command runs, or that lies beside torchrun; None for any other command."""
+    if program.name.startswith("python"):
+        return program
+    beside = program.with_name("python")
+    return beside if program.name == "torchrun" and beside.exists() else None
 
 
-def _other_interpreter(program: str) -> Check:
-    """Whether the interpreter of the job has the package, and another torch."""
-    code = "import torch, ddp_nanguard; print(torch.__version__)"
-    ended = subprocess.run([program, "-c", code], capture_output=True, text=True, check=False)
+def _is_this_one(interpreter: Path) -> bool:
+    """Whether it is that of this process: of the same environment, whose interpreter has several names."""
+    own = Path(sys.executable).absolute()
+    return interpreter.absolute().parent == own.parent and interpreter.resolve() == own.resolve()
+
+
+def _other_interpreter(interpreter: Path) -> Check:
+    """Whether the interpreter of the job has the package, and which torch."""
+    name, code = "interpreter of the job", "import torch, ddp_nanguard.guard; print(torch.__version__)"
+    try:
+        ended = subprocess.run(
+            [interpreter, "-c", code], capture_output=True, text=True, check=False, timeout=IMPORT_TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Check(name, False, f"{interpreter}: {line_of(error)}")
     if ended.returncode != 0:
         why = (ended.stderr.strip().splitlines() or ["no output"])[-1]
-        return Check("interpreter of the job", False, f"{program}: {why}; install ddp-nanguard there")
-    return Check("interpreter of the job", True, f"{program}: torch {ended.stdout.strip()}; not the one of doctor")
+        return Check(name, False, f"{interpreter}: {why}; install ddp-nanguard there")
+    return Check(name, True, f"{interpreter}: torch {ended.stdout.strip()}; doctor runs in {sys.executable}")
 
 
 def _script(script: Path) -> Check:

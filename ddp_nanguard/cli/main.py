@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = overview()
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True, help=argparse.SUPPRESS)
+    commands = parser.add_subparsers(prog="ddp-nanguard", metavar="COMMAND", required=True, help=argparse.SUPPRESS)
     for add in (add_show, explain.add_explain, replay.add_replay, add_list, doctor.add_doctor, _add_drill, _add_demo):
         add(commands)
     completion.add_completion(commands, parser)

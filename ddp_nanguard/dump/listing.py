@@ -172,7 +172,7 @@ def _identity(path: Path, manifest: Manifest | None) -> str:
 def _is_of_one(part: _Part, others: list[_Part]) -> bool:
     """Whether a directory holds other ranks of the same dump, or a copy; else another run met the same fault again."""
     first = others[0].manifest
-    is_copy = first is not None and part.manifest is not None and first.created == part.manifest.created
+    is_copy = first is not None and first == part.manifest  # which holds the path where it was written
     return is_copy or all(part.ranks.isdisjoint(other.ranks) for other in others)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -78,12 +79,20 @@ def test_an_input_of_integers_has_no_place_for_the_fault_and_fails_nothing(
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(INTEGERS)
-    code = main(["drill", "--phase=input", "--timeout=60", f"--out={tmp_path}", "--", sys.executable, str(script)])
-    said = capsys.readouterr().out
+    code = main(
+        ["drill", "--phase=input", "--timeout=60", f"--out={tmp_path}", "--json", "--", sys.executable, str(script)]
+    )
+    out, said = capsys.readouterr()
     assert code == 0, said
     assert _table(said) == {"the fault was planted": "-", "no process left": "ok"}
     assert "nothing to plant it in: NOT planted: " in said
     assert said.splitlines()[-1] == "drill: all 1 promises hold"
+    data = json.loads(out)
+    assert (data["holds"], data["directory"]) == (True, str(tmp_path))
+    assert [(row["promise"], row["holds"]) for row in data["phases"]["input"]] == [
+        ("the fault was planted", None),
+        ("no process left", True),
+    ]
 
 
 def test_a_job_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_the_first_commands_of_the_readme_take_the_dump_of_the_demo(
     _, dumps = demo
     commands = (REPOSITORY / "README.md").read_text().partition("## After a stop")[2]
     first = re.findall(r"^ddp-nanguard (\w+) (nan_dumps\S*)", commands, flags=re.MULTILINE)[:3]
-    assert [name for name, _ in first] == ["list", "show", "explain"]
+    assert [name for name, _ in first] == ["show", "list", "explain"]
     for name, path in first:
         ended = command(name, path.replace("nan_dumps", str(dumps)))
         assert ended.code == 0, ended

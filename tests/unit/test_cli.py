@@ -10,7 +10,7 @@ import pytest
 from ddp_nanguard.cli import completion
 from ddp_nanguard.cli import main as cli
 from ddp_nanguard.cli.help_text import GROUPS
-from ddp_nanguard.dump import write_dump
+from ddp_nanguard.dump import listing, write_dump
 from ddp_nanguard.dump.records import SCHEMA_VERSION
 from tests.dump_requests import report, request
 from tests.replaying import under_torchrun
@@ -103,7 +103,9 @@ def test_cli_show(path, capsys):
 def test_cli_wrong_usage(arguments, capsys):
     code, out, err = run_cli(capsys, *arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("ddp-nanguard: ") and err.endswith(" --help\n")
+    assert err.startswith("ddp-nanguard: ")
+    command = f"{arguments[0]} " if arguments in (["show"], ["list"]) else ""
+    assert err.endswith(f"; see what is valid: ddp-nanguard {command}--help\n")
 
 
 def test_cli_unusable_dump(path, capsys):
@@ -188,3 +190,19 @@ def test_completion_knows_commands_and_options(capsys):
     code, out, err = run_cli(capsys, "completion", "bash")
     assert (code, err) == (0, "")
     assert "--no-replay" in out and "doctor" in out
+
+
+def test_cli_list_of_very_many_directories_says_where_it_ended(tmp_path, capsys, monkeypatch, caplog):
+    monkeypatch.setattr(listing, "MAX_DIRECTORIES", 3)
+    for name in ("a", "b", "c"):
+        write_dump(request(tmp_path / name))
+    code, out, _ = run_cli(capsys, "list", tmp_path, "--json")
+    assert code == 0 and [Path(dump["path"]).parent.name for dump in json.loads(out)["dumps"]] == ["a", "b"]
+    assert f"{tmp_path}: only 3 directories below it were looked at; give one further down" in caplog.messages
+
+
+def test_cli_list_goes_a_few_levels_down(tmp_path, capsys):
+    deep = tmp_path.joinpath(*"abcdef", "nan_dumps")
+    write_dump(request(deep))
+    assert run_cli(capsys, "list", tmp_path)[1] == "no dumps\n"
+    assert f"{deep}/step-00000007" in run_cli(capsys, "list", tmp_path / "a")[1]

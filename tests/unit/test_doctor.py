@@ -79,6 +79,17 @@ def test_checks_of_the_script_that_raise_before_the_guard_are_shown(tmp_path, ca
     )
 
 
+def test_an_interpreter_without_the_package_is_named(tmp_path, capsys):
+    interpreter = tmp_path / "python"
+    interpreter.write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'torch'\" >&2\nexit 1\n")
+    interpreter.chmod(0o755)
+    (tmp_path / "torchrun").symlink_to("/bin/sh")
+    for command in ("python", "torchrun"):
+        code, found = checks(capsys, "--", tmp_path / command)
+        expected = f"{interpreter}: ModuleNotFoundError: No module named 'torch'; install ddp-nanguard there"
+        assert code == 1 and failed(found) == {"interpreter of the job": expected}
+
+
 @pytest.mark.parametrize(
     ("command", "promise", "said"),
     [
