@@ -185,11 +185,19 @@ class NanGuard:
 
         Collective: one verdict; every rank must call it.
         """
+        if self._is_left:
+            return None
+        on_its_way = sys.exc_info()[1]
+        if on_its_way is not None and id(on_its_way) != self._built_in:
+            self._leave_with(on_its_way)
+            return
         try:
-            if self._monitor.is_watching and _handled() in (_NONE, self._built_in):
+            if self._monitor.is_watching:
                 self._monitor.judge_open()
-        finally:
-            self._detach()
+        except Exception as error:
+            self._leave_with(error)
+            raise
+        self._detach()
 
     def __enter__(self) -> NanGuard:
         return self
@@ -198,9 +206,12 @@ class NanGuard:
         if error is None:
             self.close()
         elif not self._is_left:
-            self._unhook()
-            # uncaught, the exception needs the evidence of this guard; caught, it takes the guard with it
-            error.__dict__["_guard"] = _Keeper(self)
+            self._leave_with(error)
+
+    def _leave_with(self, error: BaseException) -> None:
+        """Off the model; uncaught, the exception needs the evidence of this guard, caught it takes the guard along."""
+        self._unhook()
+        error.__dict__["_guard"] = _Keeper(self)
 
     # -- on and off --------------------------------------------------------------------------------------------------
 
@@ -246,6 +257,11 @@ class NanGuard:
         self._monitor.release()
         self.__dict__.pop("_policy", None)
         del self._exit, self._takeover, self._context
+
+    @property
+    def exit_order(self) -> int:
+        """For `distributed.exit`, not for users: guards are asked in the order in which they were made."""
+        return -1 if self._is_left else self._context.ranks.guard_number
 
     def on_uncaught_exception(self, error: BaseException) -> int | None:
         """For `distributed.exit`, not for users: see `SingleRankExit.on_uncaught_exception`."""

@@ -103,6 +103,7 @@ class Posted:
         nonfinite_state, holds_reduced, unchecked, is_affected: as in `RankFault` and `JobFault`.
         raised: name of the exception that its own code raised; "" where it heard of a peer's.
         cause: the reason that it has for its own first site, "" without one.
+        lacks: what it did not look at, since its device waits for a peer or does not answer; "" where it has seen all.
     """
 
     step: int
@@ -113,9 +114,10 @@ class Posted:
     is_affected: bool
     raised: str
     cause: str
+    lacks: str
 
     @classmethod
-    def of(cls, ranks: RankGroup, fault: RankFault, step: int, raised: str, cause: str) -> Posted:
+    def of(cls, ranks: RankGroup, fault: RankFault, step: int, raised: str, cause: str, lacks: str) -> Posted:
         """What this rank has to tell."""
         return cls(
             step,
@@ -126,6 +128,7 @@ class Posted:
             _is_affected(fault),
             raised,
             cause,
+            lacks,
         )
 
     def to_text(self) -> str:

@@ -381,7 +381,11 @@ def screen_of(tensor: Tensor) -> Tensor | None:
     plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
     if not plain or tensor.is_meta or (tensor.is_floating_point() and tensor.element_size() == 1):
         return None  # torch sums no 8-bit floats
-    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).sum()
+    numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    if not torch.is_autocast_enabled(tensor.device.type):
+        return numbers.sum()
+    with torch.autocast(tensor.device.type, enabled=False):  # which sums in another dtype on CUDA
+        return numbers.sum()
 
 
 def _users_position() -> tuple[CodeType, int, int] | None:

@@ -28,6 +28,10 @@ ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None]
 class ExitHandler(Protocol):
     """Who is asked when another exception than ours ends the process."""
 
+    @property
+    def exit_order(self) -> int:
+        """Which one is asked before another; the same on all ranks."""
+
     def on_uncaught_exception(self, error: BaseException) -> int | None:
         """Write what there is to write; the exit code, or None where the error is none of ours."""
 
@@ -76,9 +80,10 @@ def _ended(kind: type[BaseException], error: BaseException, traceback: Traceback
     previous(kind, error, traceback)
     if isinstance(error, Exception):
         _flush()
-        codes = [code for handler in list(_exit_handlers) if (code := _code_of(handler, error)) is not None]
-        if codes:
-            exit_process(codes[0])
+        # the first guard that has something to tell tells it, the same one on each rank: one report, one dump
+        for handler in sorted(_exit_handlers, key=lambda each: each.exit_order):
+            if (code := _code_of(handler, error)) is not None:
+                exit_process(code)
 
 
 def _code_of(handler: ExitHandler, error: Exception) -> int | None:

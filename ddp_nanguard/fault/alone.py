@@ -101,12 +101,15 @@ class SingleRankExit:
             within_s: how long that is given to end all the same.
         """
         context = self._context
-        if not answers(context.device, context.config.timeout_s / 4):
+        devices = (*context.window.other_devices, context.device)  # the last one is the current one, aside
+        if not all(answers(device, context.config.timeout_s / 4) for device in devices):
             context.reach = Reach(answers=False)
             yield
             return
-        context.reach = Reach(up_to=context.slots.finished_up_to(within_s))
-        with aside(context.device):
+        context.reach = Reach(up_to=context.slots.finished_up_to(within_s, devices[:-1]))
+        with contextlib.ExitStack() as streams:
+            for device in devices:
+                streams.enter_context(aside(device))
             yield
 
     def _on_deadlock(self, places: str) -> None:

@@ -373,10 +373,11 @@ class FaultPolicy:
         self.context.ranks.peers_lost = True  # from here on no question is asked of any peer
         with torch.no_grad():
             findings = rescan(self.context, record)
-            report = self.triage.noted(report_without_collective(self.context, record, findings, raised, meet))
+            report = self.triage.noted(
+                report_without_collective(self.context, record, findings, raised, meet, self.triage.let_through)
+            )
             _say(logging.ERROR, log_line(report))
-            lacks = self.context.reach.lacks()
-            report = self._dumped(_with_notes(report, [lacks]) if lacks else report, findings, record)
+            report = self._dumped(report, findings, record)
             text = self._text(report)
             _say(logging.ERROR, text)
             tell_launcher(f"{NonFiniteError.__name__}: {text}", report.origin_rank)

@@ -10,7 +10,7 @@ from ddp_nanguard.blame.inspect import RankFindings
 from ddp_nanguard.blame.report import fill_sites, rank_fault, report_from
 from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.context import GuardContext
-from ddp_nanguard.report.types import RAISED, FaultReport
+from ddp_nanguard.report.types import RAISED, FaultReport, Phase
 from ddp_nanguard.report.wording import listed
 
 from .cause import own_reason
@@ -20,7 +20,12 @@ Meet = Callable[[int, str], dict[int, str]]
 
 
 def report_without_collective(
-    context: GuardContext, record: StepRecord, findings: RankFindings, raised: str, meet: Meet
+    context: GuardContext,
+    record: StepRecord,
+    findings: RankFindings,
+    raised: str,
+    meet: Meet,
+    let_through: int | None,
 ) -> FaultReport:
     """What all ranks saw that answer in the store, the same on each of them; else this rank's own view.
 
@@ -30,21 +35,37 @@ def report_without_collective(
         findings: what this rank found; its sites are filled in.
         raised: name of the exception that this rank's own code raised; "" where a peer's did.
         meet: posts and reads.
+        let_through: the last step whose fault was let through.
 
     Collective: none. Host sync: many.
     """
     ranks = context.ranks
     fill_sites(context, record, findings)
     fault = rank_fault(context, record, findings)
-    own = {ranks.index: Posted.of(ranks, fault, record.step, raised, "")}
-    view = report_from(context, record, merged(ranks.members, own), "", silent=_silent(context, own))
-    mine = Posted.of(ranks, fault, record.step, raised, own_reason(context, record, findings, view))
+    lacks = context.reach.lacks() or ""
+    own = {ranks.index: Posted.of(ranks, fault, record.step, raised, "", lacks)}
+    view = report_from(context, record, merged(ranks.members, own), "", let_through, _silent(context, own))
+    mine = Posted.of(ranks, fault, record.step, raised, own_reason(context, record, findings, view), lacks)
     texts = {index: Posted.from_text(text) for index, text in meet(ranks.index, mine.to_text()).items()}
     # a rank in another step has nothing to say about this one
     posted = {index: each for index, each in sorted(texts.items()) if each.step == record.step}
     cause = _raised_by(context, posted)
-    report = report_from(context, record, merged(ranks.members, posted), cause, silent=_silent(context, posted))
+    shared, silent = merged(ranks.members, posted), _silent(context, posted)
+    report = report_from(context, record, shared, cause, let_through, silent)
+    unseen = _unseen(context, posted)
+    if unseen and report.origin is not None and report.origin.phase is Phase.REDUCE:
+        # "finite on every rank before" would be said of ranks that nobody has looked at
+        report = report_from(context, record, shared, cause, let_through, silent or unseen)
+    elif unseen:
+        report = replace(report, notes=(*report.notes, unseen))
     return _with_reason(context, report, posted, cause)
+
+
+def _unseen(context: GuardContext, posted: Mapping[int, Posted]) -> str:
+    """What ranks did not look at, "" where all have seen all."""
+    members = context.ranks.members
+    texts = (each.lacks.replace("this rank", f"rank {members[i]}", 1) for i, each in posted.items() if each.lacks)
+    return listed(texts, 4)
 
 
 def _raised_by(context: GuardContext, posted: Mapping[int, Posted]) -> str:

@@ -8,7 +8,7 @@ one per device and dtype. The host reads nothing until `SlotBuffer.slot_stats`, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -105,17 +105,22 @@ class SlotBuffer:
         if self._device.type != "cpu":
             self._mark, self._marked_order = StreamMark(self._device), self.order
 
-    def finished_up_to(self, within_s: float) -> int | None:
+    def finished_up_to(self, within_s: float, others: Sequence[torch.device] = ()) -> int | None:
         """The execution order up to which slots have been written for sure; None: all of them.
 
         For a rank whose stream may wait for a peer that never comes. Host sync: none; it looks for up to ``within_s``.
+
+        Args:
+            within_s: how long a stream is given to end its work.
+            others: further devices of the model, of which no mark is kept: nothing is known of slots while one is busy.
         """
         if self._device.type == "cpu":
             return None
         mark = self._mark or StreamMark(self._device)
-        if mark.is_idle(within_s):
+        are_idle = all(StreamMark(other).is_idle(within_s) for other in others if other.type != "cpu")
+        if are_idle and mark.is_idle(within_s):
             return None
-        return self._marked_order if mark.is_reached() else 0
+        return self._marked_order if are_idle and mark.is_reached() else 0
 
     def is_capturing(self) -> bool:
         """Whether a graph is being captured: what is launched now would run again in every replay."""

@@ -271,6 +271,11 @@ class Takeover:
 
     # -- 3. the script ends before that ----------------------------------------------------------------------------
 
+    @property
+    def exit_order(self) -> int:
+        """As of a guard: there is one takeover."""
+        return 0
+
     def on_uncaught_exception(self, error: BaseException) -> int | None:
         """For `distributed.exit`: the script raised. In training the step may have ended just so."""
         if self._has_ended:

@@ -113,7 +113,7 @@ class DeferredVerdict:
         flag = self._flag.to(self._context.device)  # gloo's verdict is on the CPU
         self._theirs[id(optimizer)] = theirs
         # exactly 1, for which kernels look: a scaler sums what it finds over several devices
-        both = flag if theirs is None else (torch.maximum(theirs, flag) > 0).to(torch.float32)
+        both = flag if theirs is None else (torch.maximum(theirs, flag.to(theirs.device)) > 0).to(torch.float32)
         optimizer.found_inf = both  # type: ignore[attr-defined]
 
     def restore_found_inf(self, optimizer: torch.optim.Optimizer, went_on: bool) -> None:

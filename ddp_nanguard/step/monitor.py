@@ -78,8 +78,9 @@ class StepMonitor:
 
     @property
     def is_judged(self) -> bool:
-        """Whether a verdict was given, and no backward has run since."""
-        return self._last is not None and self.stage is not StepStage.BACKWARD
+        """Whether a verdict was given, and no backward has run since, nor may have been replayed from a graph."""
+        may_be_replayed = self._context.device.type != "cpu" and self._ran_unseen()
+        return self._last is not None and self.stage is not StepStage.BACKWARD and not may_be_replayed
 
     # -- 1. a micro-batch ----------------------------------------------------------------------------------------------
 

@@ -97,25 +97,32 @@ def aside(device: torch.device) -> Iterator[None]:
     if device.type == "cpu":
         yield
         return
-    _own.stream = torch.Stream(device)
+    stream, before = torch.Stream(device), _own_streams()
+    _own.streams = (*before, stream)
     try:
-        with on_stream(_own.stream):
+        with on_stream(stream):
             yield
     finally:
-        _own.stream = None
+        _own.streams = before
 
 
 _own = threading.local()
 
 
+def _own_streams() -> tuple[torch.Stream, ...]:
+    """Those that `aside` has given this thread, the current one last."""
+    return getattr(_own, "streams", ())
+
+
 def on_same_stream(act: Callable[[_T], _R]) -> Callable[[_T], _R]:
-    """What does ``act`` on the stream that `aside` has given the present thread, also in another thread."""
-    stream = getattr(_own, "stream", None)
-    if stream is None:
+    """What does ``act`` on the streams that `aside` has given the present thread, also in another thread."""
+    streams = _own_streams()
+    if not streams:
         return act
 
     def aside_too(item: _T) -> _R:
-        torch.accelerator.set_stream(stream)
+        for stream in streams:
+            torch.accelerator.set_stream(stream)
         return act(item)
 
     return aside_too

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from ddp_nanguard.tensors.dtypes import dtype_named
 MIN_VALUES = 4
 MIN_FEW = 3
 MIN_TOTAL_FEW = 1e4
+MIN_FACTOR_FEW = 3.0  # in each step
 """So many times larger within so few values is growth, too."""
 MIN_TOTAL = 10.0
 MIN_TOTAL_OVERFLOWED = 100.0
@@ -361,9 +363,12 @@ def _grows(values: list[float]) -> bool:
     if len(values) < MIN_FEW:
         return False
     total = values[-1] / values[0]
+    factors = [later / earlier for earlier, later in pairwise(values)]
+    # one jump is one bad batch, whatever came before
     if len(values) < MIN_VALUES:
-        return total >= MIN_TOTAL_FEW
-    return total >= MIN_TOTAL and bool(total ** (1 / (len(values) - 1)) >= MIN_FACTOR)
+        return total >= MIN_TOTAL_FEW and min(factors) >= MIN_FACTOR_FEW
+    is_steady = total / max(factors) >= MIN_FACTOR ** (len(factors) - 1)
+    return is_steady and total >= MIN_TOTAL and bool(total ** (1 / len(factors)) >= MIN_FACTOR)
 
 
 def changed_by_the_loop(known: ReportFacts) -> Reason | None:
