@@ -294,6 +294,7 @@ def _prepare(task: _Task) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     stacks = open(directory / f"stacks-{task.rank}.txt", "w")  # noqa: SIM115  # must stay open for the signal handler
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
+    faulthandler.enable(file=sys.stderr, all_threads=False)
     os.chdir(directory)
     for name in [name for name in os.environ if name.startswith("NANGUARD_")]:
         del os.environ[name]

@@ -151,6 +151,7 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, MaybeType
 void copy_to_pinned_late(const at::Tensor& to, const at::Tensor& from, int device, int64_t stream) {
   auto value = std::make_shared<at::Tensor>();
   read_late(device, stream, [to, from, value] {
+    Unseen unseen;
     *value = at::empty_like(to, to.options().pinned_memory(false));
     copy_now(*value, from);
   });
@@ -200,6 +201,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& to) {
 
 void resize_storage(const at::Storage& storage, size_t bytes) {
   OnDevice on(storage.device());
+  read_now(device_now, stream_of(device_now));
   auto data = device_allocator.allocate(bytes);
   size_t kept = std::min(bytes, storage.nbytes());
   if (kept) device_allocator.copy_data(data.get(), storage.data(), kept);

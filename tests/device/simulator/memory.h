@@ -121,8 +121,16 @@ inline at::Tensor on_host(const at::Tensor& tensor) {
   return at::from_blob(const_cast<void*>(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(), options);
 }
 
+// What happens late happens on whichever thread waits: no mode of that thread may see it.
+struct Unseen {
+  c10::impl::ExcludeDispatchKeyGuard no_modes{
+      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};
+  at::AutoDispatchBelowAutograd below;
+};
+
 inline void copy_now(const at::Tensor& to, const at::Tensor& from) {
   if (!from.numel()) return;
+  Unseen unseen;
   Open open;
   open.add(to);
   open.add(from);
