@@ -139,13 +139,13 @@ def point_latest(dump: Path) -> None:
     """Let the link ``latest`` beside a dump lead to it; where there can be no link there is none."""
     temporary = dump.parent / f".{LATEST}-{uuid.uuid4().hex}"
     link = dump.parent / LATEST
-    if link.exists() and not link.is_symlink():
-        return  # not ours
-    try:
+    with contextlib.suppress(OSError, NotImplementedError):
+        if link.exists() and not link.is_symlink():
+            return  # not ours
         temporary.symlink_to(dump.name)
-        temporary.replace(link)
-    except (OSError, NotImplementedError):
-        with contextlib.suppress(OSError):
+        try:
+            temporary.replace(link)
+        except OSError:
             temporary.unlink()
 
 
