@@ -186,7 +186,7 @@ class NanGuard:
         Collective: one verdict; every rank must call it.
         """
         if self._is_left:
-            return None
+            return
         on_its_way = sys.exc_info()[1]
         if on_its_way is not None and id(on_its_way) != self._built_in:
             self._leave_with(on_its_way)

@@ -68,4 +68,4 @@ def _both_raise(rank: int, world_size: int, dump_dir: str) -> None:
 def test_ranks_that_raise_one_after_the_other_write_one_dump(tmp_path: Any) -> None:
     outcomes = run_ranks_raw(_both_raise, through_excepthook=True, dump_dir=str(tmp_path))
     assert [outcome.exit_code for outcome in outcomes] == [65, 65]
-    assert sorted(path.name for path in tmp_path.glob("*/rank-*")) == ["rank-00000", "rank-00001"]
+    assert sorted(path.name for path in tmp_path.glob("step-*/rank-*")) == ["rank-00000", "rank-00001"]
