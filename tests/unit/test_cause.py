@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ddp_nanguard import NanGuard, NonFiniteError
 from ddp_nanguard.diagnosis.diagnose import without_replay
+from ddp_nanguard.diagnosis.rules.report_rules import _grows
 from ddp_nanguard.dump import open_dump
 from ddp_nanguard.fault import cause
 from tests.diagnosing import Body, N, Training, batch, body, square, trained
@@ -136,3 +137,16 @@ def test_only_a_loss_that_one_batch_made_bad_may_be_let_through(rate: float) -> 
     assert harmless is (rate < 1), raised.value.report.cause
     assert ("letting such steps pass does not help" in raised.value.report.cause) is not harmless
     guard.close()
+
+
+@pytest.mark.parametrize(
+    ("values", "grows"),
+    [
+        ([0.21, 0.365, 1.02e11], False),  # one bad batch
+        ([1.0, 3e3, 9e6], True),
+        ([1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1e9], False),
+        ([2.0**n for n in range(8)], True),
+    ],
+)
+def test_growth_is_more_than_one_jump(values: list[float], grows: bool) -> None:
+    assert _grows(values) is grows
