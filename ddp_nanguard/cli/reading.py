@@ -51,7 +51,8 @@ def run_list(options: argparse.Namespace) -> int:
     else:
         print(dump_table(dumps, options.directories) + incident_lines(again), end="")
     for missing in (path for path in options.directories if not os.path.isdir(path)):
-        print(f"ddp-nanguard: {missing} is no directory", file=sys.stderr)
+        what = "is no directory" if os.path.exists(missing) else "does not exist"
+        print(f"ddp-nanguard: {missing} {what}", file=sys.stderr)
     return 0
 
 
