@@ -16,12 +16,10 @@ from tests.replaying import Replayed, replay_alone
 from tests.training import WRAPPERS, Job, Record, run_jobs
 
 PLACES = ("input", "gate.forward", "loss.forward", "weight.backward", "reduce", "update")
-OPTIONS: dict[str, dict[str, Any]] = {
-    "host": {"hold_batches": "host"},
-    "skip": {"on_fault": "skip"},
-    "every": {"layers": "every"},
-    "keep": {"keep_previous": True},
-}
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"on_fault": "skip"},
+    {"hold_batches": "host", "layers": "every", "keep_previous": True},
+)
 CANNOT, SAME = 5, 0
 
 Ran = Callable[[str, str], tuple[list[list[Record]], list[Cell]]]
@@ -33,8 +31,8 @@ def cells(wrapper: str) -> list[Cell]:
 
 
 def _clean(wrapper: str) -> list[Job]:
-    unguarded, guarded = (Job(wrapper, num_steps=4, num_micro_batches=2, guarded=guarded) for guarded in (False, True))
-    return [unguarded, guarded, *(dataclasses.replace(guarded, options=options) for options in OPTIONS.values())]
+    unguarded, guarded = (Job(wrapper, num_steps=3, num_micro_batches=2, guarded=guarded) for guarded in (False, True))
+    return [unguarded, guarded, *(dataclasses.replace(guarded, options=options) for options in OPTIONS)]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +50,9 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return run
 
 
-@pytest.fixture(params=WRAPPERS)
+@pytest.fixture(
+    params=[pytest.param(each, marks=[pytest.mark.exhaustive] * (each in ("plain", "fsdp1"))) for each in WRAPPERS]
+)
 def wrapper(request: pytest.FixtureRequest, device: str) -> str:
     if device == REAL:
         pytest.skip("two ranks need two GPUs")

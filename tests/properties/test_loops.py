@@ -82,7 +82,7 @@ def _assert_clean(shapes: list[Shape]) -> None:
 
 
 @pytest.mark.timeout(300)  # a failure is shrunk first
-@settings(REPEATABLE, max_examples=4)
+@settings(REPEATABLE, max_examples=3)
 @given(_rows_of(faulty_loops()))
 def test_the_fault_is_named_exactly(shapes: list[Shape]) -> None:
     _assert_named(shapes)
