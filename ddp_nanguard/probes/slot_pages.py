@@ -42,10 +42,6 @@ class SlotGroup(NamedTuple):
         orders = self.orders if self.picked is None else [self.orders[index] for index in self.picked]
         return zip(orders, self.roles, self.sources, strict=True)
 
-    def num_numbers(self) -> int:
-        """How many numbers its slots hold."""
-        return len(self.roles) * self.width
-
 
 class SlotTable(NamedTuple):
     """Filled slots, still on the device: all their numbers in a row, shape (numbers,), and what lies in them."""
@@ -242,8 +238,8 @@ class SlotPage:
 
     def judged_numbers(self) -> Tensor:
         """The numbers of the slots that are judged, shape (numbers,). One kernel, none the second time."""
-        row = self._gathered()
-        return row[len(row) - 2 * self.judged.used - self.num_norms :]
+        row, count = self._gathered(), 2 * self.judged.used + self.num_norms
+        return row if len(row) == count else row[len(row) - count :]
 
     def table(self) -> SlotTable:
         """The slots in use. One kernel, or none: the memory is that of the next step."""
@@ -262,13 +258,15 @@ class SlotPage:
         return self._row
 
     def _written(self, pieces: list[Tensor]) -> Tensor:
-        count = sum(group.num_numbers() for group in self._groups())
+        filled = sum(len(values) for values, _ in self._filled)
+        count = 2 * (self.evidence.used + self.judged.used) + filled + self.num_norms
         row = self._row if self._row is not None else self._spare
         if row is None or len(row) != count:
             device, dtype = self.kind
             row = torch.empty(count, device=device, dtype=dtype)  # kept from round to round: a steady loop makes none
         if pieces:
-            torch.hstack(pieces, out=row)
+            # on a CPU each piece is a row of numbers by itself
+            torch.cat(pieces, out=row) if self.is_on_cpu else torch.hstack(pieces, out=row)
         return row
 
     # -- the end of a window -------------------------------------------------------------------------------------------
