@@ -62,7 +62,7 @@ class NanGuard:
         **options: Any,
     ) -> None:
         self._model: Callable[[], Any] = lambda: model  # a weak reference once the guard is closed
-        self._built_in = _handled()  # a job may train on from where it handles an exception
+        self._built_in = id(sys.exc_info()[1])  # a job may train on from where it handles an exception
         # - the end: of the guard, or of a rank that raises on its own
         self._is_left = False
         self._exit: SingleRankExit | None = None
@@ -270,14 +270,6 @@ class NanGuard:
 
 def _nothing() -> None:
     return None
-
-
-_NONE = id(None)
-
-
-def _handled() -> int:
-    """Which exception is on its way, or is being handled; `_NONE` without one."""
-    return id(sys.exc_info()[1])
 
 
 class _Keeper:

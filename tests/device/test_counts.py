@@ -55,6 +55,7 @@ def _asked(
         "waits": {kind: count for kind, count in waits.items() if count},
         "extra contexts": contexts[1] - contexts[0],
         "own contexts": contexts[1],
+        "events": len(logs[1].of("event record")) - len(logs[0].of("event record")),
         "pinned": kept,
     }
 
@@ -84,6 +85,7 @@ def test_a_clean_step_waits_once_and_touches_its_own_device_only(simulated: str,
     for each in found:
         assert each["waits"] == SETUPS[wrapper]["waits"]
         assert each["extra contexts"] == set()
+        assert each["events"] == 2 * STEPS  # after the rank's own gradients, and of the verdict's collective
 
 
 def _of_144_parameters(rank: int, world_size: int) -> Any:
