@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.ranks import run_ranks_raw
+from tests.ranks import run_ranks, run_ranks_raw
 
 from . import jobs
 
@@ -79,3 +79,20 @@ def test_both_ranks_write_their_part_and_end(simulated: str, tmp_path: Path, wha
         assert all(torch.equal(kept, was) for kept, was in zip(micro_batch.batch, given, strict=True)), what
     holds_weights = [(path / f"rank-{rank:05d}" / "own.safetensors").exists() for rank in range(2)]
     assert holds_weights == [what != "busy", what != "failed"], told
+
+
+def _answers(rank: int, world_size: int) -> list[bool]:
+    from ddp_nanguard.tensors.accelerator import answers
+
+    from . import simulated_cuda
+
+    device, core = jobs.device_of(rank), simulated_cuda.core()
+    found = [answers(device, 1.0)]
+    core.limit_memory(0)
+    found.append(answers(device, 1.0))
+    core.die()
+    return [*found, answers(device, 1.0)]
+
+
+def test_a_device_without_memory_answers_and_one_that_has_failed_does_not(simulated: str) -> None:
+    assert run_ranks(_answers, 1, device=simulated) == [[True, True, False]]
