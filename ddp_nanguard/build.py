@@ -139,7 +139,9 @@ def compose(args: ValidatedArgs, ranks: RankGroup, recipe: str | None, device: t
     backward = BackwardProbe(slots, probes_activations=Phase.BACKWARD in config.watched)
     # what modules carry hooks for is told in the phases forward and backward only
     layers = "none" if config.watched.isdisjoint((Phase.FORWARD, Phase.BACKWARD)) else config.layers
-    forward = ForwardProbe(modules, slots, backward, config.skip_types, watched_layers(layers, modules))
+    forward = ForwardProbe(
+        modules, slots, backward, config.skip_types, watched_layers(layers, modules), config.root == "step"
+    )
     # a scaler looks at what its optimizer holds, so a bad gradient of any other parameter is never skipped by it
     held = {id(p) for optimizer in args.optimizers for group in optimizer.param_groups for p in group["params"]}
     left_out = {shard.name for name, p in parameters if id(p) not in held for shard in wrapper.shards("", name, p, p)}

@@ -91,6 +91,8 @@ class GuardConfig:
     layers: Literal["none", "blocks", "every"] = "none"
     """Modules whose inputs, outputs and their gradients are looked at in every step: none, those that hold others, or
     every one."""
+    root: Literal["layer", "step"] = "layer"
+    """What a call of the unwrapped model is: a layer, or the step of a trainer that runs it as the model's forward."""
     first_step: int = 0
     """Number of the first step; a resumed run gives its global step."""
 

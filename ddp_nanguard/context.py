@@ -100,6 +100,7 @@ class GuardContext:
         compiled: names of modules inside compiled code, and of modules whose own call is compiled.
         has_hooks: whether the hooks of the forward are on the modules.
         undone: what the fault path could not do on this rank.
+        checkpoint: the last one that was checked before it was saved, and the step that was to follow; None before.
         reach: how much of this rank's device can be read; all of it, but for a rank that ends on its own.
     """
 
@@ -134,6 +135,7 @@ class GuardContext:
     registered: dict[str, Any] = field(default_factory=dict)
     known_nonfinite: frozenset[KnownNonFinite] = frozenset()
     is_replay: bool = False
+    checkpoint: tuple[str, int] | None = None
     outputs: list[weakref.ref[Tensor]] = field(default_factory=list)
     legal_text: str = ""
     injection: InjectionSpec | None = None
@@ -231,6 +233,8 @@ class GuardContext:
 
         With a scaler that is so without watched layers too: it tells a forward that is bad from an overflow.
         """
+        if self.forward.root_is_step:
+            return False  # what it returns is the loss
         if self.forward.watched.layers:
             return self.root_is_traced
         return self.scaler is not None and not self.config.watched.isdisjoint((Phase.FORWARD, Phase.BACKWARD))
@@ -240,7 +244,7 @@ class GuardContext:
 
         Host sync: as `kind_in`, for each of the tensors that are still there.
         """
-        if self.forward.watched.layers or self.sees_output_outside:
+        if self.forward.watched.layers or self.sees_output_outside or self.forward.root_is_step:
             return
         present = [tensor for tensor in (each() for each in self.outputs) if tensor is not None]
         self.outputs = []
@@ -256,7 +260,8 @@ class GuardContext:
         if found is None:
             return
         name, tensor, frames = found
-        if any(frame.f_locals.get("self") is self.wrapper.root for frame in frames):
+        in_root = any(frame.f_locals.get("self") is self.wrapper.root for frame in frames)
+        if in_root and not self.forward.root_is_step:
             self.forward.probe_root_output((tensor,))
         else:
             micro_batches = self.window.micro_batches

@@ -6,6 +6,7 @@ that ends on its own).
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable
@@ -16,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from .build import build_context
-from .distributed.exit import unwatch_exit, watch_exit
+from .distributed.exit import end_if_fault, unwatch_exit, watch_exit
+from .errors import NonFiniteError
 from .fault.alone import SingleRankExit
 from .fault.policy import FaultPolicy
 from .hooks.loop import CountHook, Steps, named_losses
@@ -108,6 +110,19 @@ class NanGuard:
         """The loader, with micro-batches marked and kept; re-iterable, with the loader's length."""
         return Steps(loader if self._takeover is None else self._takeover.batches(loader), self._monitor)
 
+    def begin(self, batch: Any) -> Any:
+        """Mark a micro-batch, for engines that take batches from a loader themselves; in place of `steps`.
+
+        Args:
+            batch: what the step is about to work on.
+
+        Returns:
+            What it is to work on instead: ``batch``, or in a replay the recorded one.
+        """
+        if self._takeover is not None:
+            batch = self._takeover.batch()
+        return self._monitor.begin_micro_batch(batch) if self._monitor.is_watching else batch
+
     def watch(self, **losses: Any) -> None:
         """Look at losses. A dict names each term, None is ignored; no host read, no collective."""
         if not self._monitor.is_watching or not torch.is_grad_enabled():
@@ -131,8 +146,11 @@ class NanGuard:
             return step(self._model(), batch)
         return self._monitor.run_step(step, batch)
 
-    def check(self) -> bool:
+    def check(self, checkpoint: str | os.PathLike[str] | None = None) -> bool:
         """The verdict now, for engines that own the step, and before saving a checkpoint. Once per window.
+
+        Args:
+            checkpoint: what is about to be saved; a later error names the last one that was found good.
 
         Returns:
             True: go on; False: the step is to be skipped.
@@ -142,7 +160,12 @@ class NanGuard:
 
         Collective: as one clean step; every rank must call it. Host sync: one read.
         """
-        return self._monitor.check() if self._monitor.is_watching else True
+        if not self._monitor.is_watching:
+            return True
+        goes_on = self._monitor.check()
+        if checkpoint is not None and goes_on:
+            self._context.checkpoint = (os.fspath(checkpoint), self._monitor.step)
+        return goes_on
 
     def clip_grad_norm_(
         self,
@@ -197,6 +220,25 @@ class NanGuard:
         except Exception as error:
             self._leave_with(error)
             raise
+        self._detach()
+
+    def on_exception(self, error: BaseException) -> None:
+        """For frameworks that catch what the loop raised: to be called before they take the model apart or save it.
+
+        Waits for the peers after a `NonFiniteError`. Another exception of this rank alone, where it has to do with
+        non-finite values or a peer has raised before, ends the process here, with this rank's part of the dump and the
+        exit code of a fault: its peers wait in collectives that this rank does not reach. Then the guard is gone.
+
+        Collective: none. Host sync: many.
+        """
+        if self._is_left:
+            return
+        if isinstance(error, NonFiniteError):
+            error.barrier()
+            self._leave_with(error)
+            return
+        if isinstance(error, Exception):
+            end_if_fault(self, error)
         self._detach()
 
     def __enter__(self) -> NanGuard:

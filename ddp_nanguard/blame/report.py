@@ -134,6 +134,9 @@ def _notes(context: GuardContext) -> tuple[str, ...]:
         notes.append(f"{ENV_INJECT} plants a fault in this job: {context.injection}")
     if context.legal_text:
         notes.append(f"non-finite before anything went wrong, which is no fault by itself: {context.legal_text}")
+    if context.checkpoint is not None:
+        path, step = context.checkpoint
+        notes.append(f"last checkpoint that was checked before it was saved: {path} (weights before step {step})")
     return tuple(notes)
 
 

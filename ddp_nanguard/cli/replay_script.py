@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from ddp_nanguard.replay.outcome_text import outcome_text
 from ddp_nanguard.replay.session import origin_rank
 from ddp_nanguard.report.command_text import replay_all_text, script_text
 from ddp_nanguard.report.types import Phase, Site
+from ddp_nanguard.script.ending import WAITS_FOR
 from ddp_nanguard.script.launch import Ended, run_script, world_size_of
 from ddp_nanguard.script.request import TRACE_ALONE, ReplayRequest
 from ddp_nanguard.wrappers import wrapper_class
@@ -96,17 +98,29 @@ class _Runs:
     dump: Dump
     rank: int
     options: argparse.Namespace
+    as_rank: int | None = None
 
     def run(self, **asked: Any) -> Ended:
-        """One run of the command."""
+        """One run of the command; a second one, as the rank that it waits for, where it waits for one."""
+        as_rank = self.options.as_rank if self.as_rank is None else self.as_rank
         request = ReplayRequest(
             paths=tuple(str(path.absolute()) for path in self.dump.paths),
             rank=self.rank,
-            as_rank=self.rank if self.options.as_rank is None else self.options.as_rank,
+            as_rank=self.rank if as_rank is None else as_rank,
+            may_be_another_rank=as_rank is None,
             world_size=world_size_of(self.dump),
             **asked,
         )
-        return run_script(self.dump, request, self.options.job, quiet=self.options.json)
+        ended = run_script(self.dump, request, self.options.job, quiet=self.options.json)
+        if ended.data is None or WAITS_FOR not in ended.data:
+            return ended
+        self.as_rank = ended.data[WAITS_FOR]
+        print(
+            f"the script waits for an object of rank {self.as_rank}: started again as that rank, with batch, weights "
+            f"and random states of rank {self.rank}",
+            file=sys.stderr,
+        )
+        return self.run(**asked)
 
     def experiments(self, data: dict[str, Any]) -> Iterator[ExperimentResult]:
         """Those that were asked for, each in runs of its own.

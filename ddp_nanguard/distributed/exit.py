@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import sys
+import traceback
 import weakref
 from collections.abc import Callable
 from types import TracebackType
@@ -68,16 +69,31 @@ def exit_process(exit_code: int) -> None:
     os._exit(exit_code)
 
 
-def _ended(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+def end_if_fault(handler: ExitHandler, error: Exception) -> None:
+    """End the process as an uncaught exception would, if it has to do with a fault; else return.
+
+    Args:
+        handler: asked about it.
+        error: that somebody has caught.
+    """
+    code = _code_of(handler, error)
+    if code is not None:
+        with contextlib.suppress(Exception):  # the process ends with its code, whatever becomes of the text
+            traceback.print_exception(error)
+        _flush()
+        exit_process(code)
+
+
+def _ended(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     previous = _previous[0] if _previous else sys.__excepthook__
     if isinstance(error, NonFiniteError):
-        traceback = _users_frames(traceback)
-        previous(kind, error.with_traceback(traceback), traceback)
+        trace = _users_frames(trace)
+        previous(kind, error.with_traceback(trace), trace)
         _flush()
         tell_launcher(f"{kind.__name__}: {error}", error.report.origin_rank)
         error.barrier()  # torchrun ends all workers once one has failed, and peers may still write their dumps
         exit_process(error.exit_code)
-    previous(kind, error, traceback)
+    previous(kind, error, trace)
     if isinstance(error, Exception):
         _flush()
         # the first guard that has something to tell tells it, the same one on each rank: one report, one dump
@@ -100,12 +116,12 @@ def _flush() -> None:
             stream.flush()
 
 
-def _users_frames(traceback: TracebackType | None) -> TracebackType | None:
+def _users_frames(trace: TracebackType | None) -> TracebackType | None:
     """The traceback down to the user's own line; the frames below it, ours and torch's, explain nothing."""
     entries = []
-    while traceback is not None:
-        entries.append(traceback)
-        traceback = traceback.tb_next
+    while trace is not None:
+        entries.append(trace)
+        trace = trace.tb_next
     while len(entries) > 1 and not is_users_own(entries[-1].tb_frame):
         entries.pop()
     shown: TracebackType | None = None

@@ -321,6 +321,10 @@ class _JudgedClosure:
         return result
 
 
+CLOSURE_CODE = _JudgedClosure.__call__.__code__
+"""Code between ``optimizer.step`` and the closure that it runs: what is above it in the stack is no update."""
+
+
 def _closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
     """The closure given to ``step``, None without one; the optimizer itself comes first in ``args``."""
     closure: Callable[[], Any] | None = (

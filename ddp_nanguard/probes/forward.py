@@ -47,6 +47,8 @@ class ForwardProbe:
         backward: watches the gradients of what is recorded here.
         skip_types: class names of modules that get no hooks.
         watched: modules that carry hooks. Where there are none the root carries one that only tells that it begins.
+        root_is_step: whether the outermost call of the root is the training step, which a trainer runs as its forward,
+            and no call of a layer.
 
     Attributes:
         modules: those that may carry hooks.
@@ -67,7 +69,9 @@ class ForwardProbe:
         backward: BackwardProbe,
         skip_types: tuple[str, ...],
         watched: WatchedLayers,
+        root_is_step: bool = False,
     ) -> None:
+        self.root_is_step = root_is_step
         self.slots = slots
         self.backward = backward
         self.modules = [(name, module) for name, module in modules if type(module).__name__ not in skip_types]
@@ -100,6 +104,7 @@ class ForwardProbe:
         # - The open micro-batch. Records are found by the `id` of a tensor, which another one can have later:
         # `TensorRecord.is_still` tells them apart
         self._stack: list[ModuleCall] = []
+        self._is_in_step = False  # with `root_is_step`, between beginning and end of that call
         self._call_counts: dict[str, int] = {}
         self._records: dict[int, TensorRecord] = {}
         self._micro_batch = 0
@@ -222,7 +227,7 @@ class ForwardProbe:
 
     def begin_root(self) -> None:
         """Empty the stack of calls before the root runs: a forward that raised may have left some on it."""
-        self._stack = []
+        self._stack, self._is_in_step = [], False
 
     def release_window(self) -> None:
         """Begin a new window. The calls of the old one stay linked as long as its slots are in the ring."""
@@ -277,9 +282,12 @@ class ForwardProbe:
                 return
             if self.slots.is_capturing():
                 return
-            if layer == "":
+            if layer == "" and not self._is_in_step:
                 self.on_root()
                 stack = self._stack
+                if self.root_is_step:
+                    self._is_in_step = True
+                    return
         number = self._call_counts[layer] = self._call_counts.get(layer, 0) + 1
         call = ModuleCall(layer, number, self._micro_batch, stack[-1] if stack else None)
         self.calls.append(call)
@@ -303,6 +311,7 @@ class ForwardProbe:
             return
         call = self._pop(layer)
         if call is None:
+            self._is_in_step = self._is_in_step and layer != ""
             return
         role = SlotRole.EVIDENCE if call.parent is not None else SlotRole.OUTPUT
         for tensor in tensors_in(output):

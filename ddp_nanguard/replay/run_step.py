@@ -37,7 +37,7 @@ from ddp_nanguard.step.monitor import StepMonitor
 from .rebuild import Rebuilt, fill_shards, recorded_gradients
 
 # What is inspected and how long ranks wait; other options decide what is done about a fault.
-_KEPT_OPTIONS = ("watch", "skip_types", "ignore", "state_every", "timeout_s", "scale_floor")
+_KEPT_OPTIONS = ("root", "watch", "skip_types", "ignore", "state_every", "timeout_s", "scale_floor")
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -21,6 +22,9 @@ from ddp_nanguard.errors import DumpError
 from .request import ReplayRequest
 
 INTERCEPT = Path(__file__).parent / "intercept"
+POLL_S = 0.2
+GRACE_S = 3.0
+"""How long a command is given to end once its rank has told what it has found."""
 _OF_A_JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -54,10 +58,24 @@ def run_script(dump: Dump, request: ReplayRequest, command: Sequence[str], quiet
         result = Path(directory) / "result.json"
         environment = child_environment(dump, dataclasses.replace(request, result=str(result)))
         try:
-            ended = subprocess.run(command, env=environment, check=False, stdout=sys.stderr if quiet else None)
+            process = subprocess.Popen(command, env=environment, stdout=sys.stderr if quiet else None)
         except OSError as error:
             raise DumpError(f"command {command[0]!r}: {error.strerror}; give the command of the run") from None
-        return Ended(ended.returncode, json.loads(result.read_text()) if result.exists() else None)
+        with process:
+            code = _code_of(process, result)
+        return Ended(code, json.loads(result.read_text()) if result.exists() else None)
+
+
+def _code_of(process: subprocess.Popen[bytes], result: Path) -> int:
+    """Wait for the end of the command; a parent of the rank that has ended may wait for it for ever."""
+    while not result.exists():
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(POLL_S)
+    for end in (process.poll, process.terminate, process.kill):
+        end()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(GRACE_S)
+    return process.wait()
 
 
 def _require_open(command: Sequence[str]) -> None:

@@ -103,6 +103,7 @@ def _cannot_be_answered(name: str, src: int | None) -> NoReturn:
         True,
         f"the script waits in {name} for an object of rank {src}, and rank {rank} is alone: {remedy} "
         "(batch, weights and random states are those of the replayed rank all the same)",
+        waits_for=src,
     )
 
 

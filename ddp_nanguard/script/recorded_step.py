@@ -115,6 +115,14 @@ class RecordedStep:
         """Whether the batches are arguments of the model's calls, because training had no ``guard.steps``."""
         return all(micro_batch.is_of_call for micro_batch in self.window)
 
+    def require_batches(self) -> None:
+        """End where the dump holds no batches of a loader, but arguments of the model's calls."""
+        if self.is_of_calls:
+            self.cannot(
+                "training called the model without guard.steps, so that the dump holds arguments of its calls: "
+                "give the command of that run, and call guard(...) as it did"
+            )
+
     def keep_loss(self, micro_batch: int, name: str, loss: Tensor) -> None:
         """A loss that the script watches."""
         self.losses[micro_batch, name] = loss.detach()
@@ -137,11 +145,7 @@ class RecordedBatches:
         self._loader = loader
 
     def __iter__(self) -> Iterator[Any]:
-        if self._step.is_of_calls:
-            self._step.cannot(
-                "training called the model without guard.steps, so that the dump holds arguments of its calls: "
-                "give the command of that run, and call guard(...) as it did"
-            )
+        self._step.require_batches()
         while True:
             yield self._step.serve()
 

@@ -23,6 +23,7 @@ class ReplayRequest:
         trace: whether the operators are traced.
         rank: the rank whose step this process runs alone; None where each process runs the step of its own rank.
         as_rank: alone, the rank that the script sees.
+        may_be_another_rank: alone, whether the parent starts it again where the script waits for another rank's object.
         world_size: alone, the number of ranks that the script sees.
         experiment: alone, what is changed: ``plain``, ``float32``, ``deterministic``, ...; `TRACE_ALONE` where only the
             trace is wanted; None for a replay that is compared with the record.
@@ -34,6 +35,7 @@ class ReplayRequest:
     trace: bool = False
     rank: int | None = None
     as_rank: int = 0
+    may_be_another_rank: bool = False
     world_size: int = 1
     experiment: str | None = None
     stop_at: tuple[int, str] | None = None
@@ -54,6 +56,7 @@ class ReplayRequest:
     def to_environment(self) -> dict[str, str]:
         """The variables that ask for this."""
         options = ["--trace"] if self.trace else []
+        options += ["--may-be-another-rank"] if self.may_be_another_rank else []
         for name in ("rank", "as_rank", "world_size", "experiment", "result"):
             value = getattr(self, name)
             options += [f"--{name.replace('_', '-')}", str(value)] if value is not None else []
@@ -71,6 +74,7 @@ def _parser() -> _Parser:
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--rank", type=int)
     parser.add_argument("--as-rank", type=int, default=0)
+    parser.add_argument("--may-be-another-rank", action="store_true")
     parser.add_argument("--world-size", type=int, default=1)
     parser.add_argument("--experiment")
     parser.add_argument("--stop-at", nargs=2)

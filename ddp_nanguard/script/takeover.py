@@ -169,6 +169,11 @@ class Takeover:
         """What stands in for the script's loader."""
         return RecordedBatches(self._step, loader)
 
+    def batch(self) -> Any:
+        """What stands in for the batch that the script is about to begin with."""
+        self._step.require_batches()
+        return self._step.serve()
+
     def _why_not_alone(self, wrapper: Wrapper) -> str | None:
         number = self._dump.world_size
         on_all = f"NANGUARD_REPLAY={self._dump.path} torchrun --nproc-per-node {number}"

@@ -127,7 +127,13 @@ class StepAgain:
         self._outputs: list[OutputPair] = []
         self.progress = lambda: second.slots.order + (watcher.num_operators if watcher is not None else 0)
         monitor.attach()
-        job = TracedJob(second.wrapper, second.optimizers, self.context.scaler is not None, self.is_compiled)
+        job = TracedJob(
+            second.wrapper,
+            second.optimizers,
+            self.context.scaler is not None,
+            self.is_compiled,
+            self.context.config.root == "step",
+        )
         indices = [micro_batch.index for micro_batch in self.record.window.micro_batches]
         try:
             followed = watcher.following(job, indices) if watcher is not None else _nothing()

@@ -10,6 +10,7 @@ import torch
 
 from ddp_nanguard.context import GuardContext
 from ddp_nanguard.hooks.loop import ModelHooks
+from ddp_nanguard.hooks.nested import calls_itself
 from ddp_nanguard.tensors.containers import tensors_in
 
 from .stage import ModelEntry
@@ -32,6 +33,8 @@ class ModelForward:
         self._hooks = ModelHooks(self, context.wrapper.model)
         self._at_model = at_model
         self._entry = ModelEntry.NOT_YET
+        self._is_open = False  # the model was called and has not returned; stays so where it raised
+        self._has_nested = False  # since then it has called itself
 
     def attach(self) -> None:
         """Put the hooks on the model."""
@@ -65,6 +68,10 @@ class ModelForward:
         context = self._context
         if context.slots.is_capturing():
             return  # the capture records what the model does, not what is done about it
+        if self._is_open and calls_itself(context.wrapper.model):
+            self._has_nested = True
+            return
+        self._is_open, self._has_nested = torch.is_grad_enabled(), False
         self.follow_compilation()
         if not torch.is_grad_enabled():
             context.remove_hooks()
@@ -102,6 +109,9 @@ class ModelForward:
         context = self._context
         if not torch.is_grad_enabled() or context.slots.is_capturing():
             return output
+        if self._has_nested and calls_itself(context.wrapper.model):
+            return output
+        self._is_open = False
         if context.sees_output_outside:
             context.forward.probe_root_output(output)
         calls = context.window.calls

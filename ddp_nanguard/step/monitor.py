@@ -156,6 +156,14 @@ class StepMonitor:
         if Phase.LOSS in context.config.watched:
             context.slots.reduce(SlotRole.LOSS, value, LossSource(name, micro_batch.index))
 
+    def _on_scale(self, losses: Any) -> None:
+        """The loop scales what it backpropagates: its loss, unless it has handed in one for this micro-batch."""
+        micro_batches = self._context.window.micro_batches
+        if not torch.is_grad_enabled() or (micro_batches and micro_batches[-1].losses):
+            return
+        for name, value in named_losses({"loss": losses}):
+            self.watch_loss(name, value)
+
     def run_step(self, step: Callable[[Any, Any], Any], batch: Any) -> Any:
         """One micro-batch by the loop's own step function: its losses are watched, and the call can be made again.
 
@@ -375,7 +383,7 @@ class StepMonitor:
         self._hooks.put()
         context.paused = self.paused
         if context.scaler is not None:
-            context.scaler.watch(self.before_update)
+            context.scaler.watch(self.before_update, self._on_scale)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""GradScaler: the verdict on entry to ``scaler.step``, and a scaler that stays consistent after a skipped step.
+"""GradScaler: the loss on entry to ``scaler.scale``, the verdict on entry to ``scaler.step``, and a skipped step.
 
 [Note: skipping under a scaler]
 ``scaler.step`` may never call ``optimizer.step``, so the verdict cannot wait for it. After a skip the scaler must
@@ -20,6 +20,8 @@ from .base import Wrapper
 
 BeforeStep = Callable[[torch.optim.Optimizer], bool]
 """Called on entry to ``scaler.step``; False: the step is to be skipped."""
+OnLoss = Callable[[Any], None]
+"""Called on entry to ``scaler.scale`` with what is to be scaled: a tensor, or several."""
 
 
 class ScalerState(Protocol):
@@ -30,7 +32,7 @@ class ScalerState(Protocol):
 
 
 class WatchedScaler:
-    """A scaler whose ``step`` calls ``before_step`` first, from `watch` until `close`.
+    """A scaler whose ``step`` and ``scale`` tell of themselves first, from `watch` until `close`.
 
     Attributes:
         scaler: the scaler.
@@ -42,17 +44,32 @@ class WatchedScaler:
         self.is_inside = False
         self._skipped_since_update = False
         self._before_step: BeforeStep | None = None
+        self._on_loss: OnLoss | None = None
 
-    def watch(self, before_step: BeforeStep) -> None:
-        """From now on call ``before_step`` on entry to ``scaler.step``, and skip the step where it returns False."""
-        self._before_step = before_step
-        self.scaler.step = _Step(self)  # type: ignore[method-assign]  # on the instance, as documented
+    def watch(self, before_step: BeforeStep, on_loss: OnLoss) -> None:
+        """From now on call ``on_loss`` on entry to ``scaler.scale``, and ``before_step`` on entry to ``scaler.step``.
+
+        The step is skipped where ``before_step`` returns False.
+        """
+        self._before_step, self._on_loss = before_step, on_loss
+        # on the instance, as documented
+        self.scaler.step = _Watched(self, "step")  # type: ignore[method-assign]
+        self.scaler.scale = _Watched(self, "scale")  # type: ignore[method-assign]
 
     def close(self) -> None:
-        """Give the scaler its own ``step`` back."""
-        self._before_step = None
+        """Give the scaler its own methods back."""
+        self._before_step = self._on_loss = None
         # The attribute of the instance hides the method of the class.
-        self.scaler.__dict__.pop("step", None)
+        for name in ("step", "scale"):
+            self.scaler.__dict__.pop(name, None)
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """What the loop gets that calls ``step`` or ``scale`` of the scaler."""
+        if name == "step":
+            return self.step(*args, **kwargs)
+        if self._on_loss is not None:
+            self._on_loss((args, kwargs))
+        return type(self.scaler).scale(self.scaler, *args, **kwargs)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """``scaler.step`` with the verdict before it; returns None where the step is skipped."""
@@ -136,21 +153,22 @@ class ScalerSnapshot:
         return state
 
 
-class _Step:
-    """Stands in for ``scaler.step``; in a copy or a pickle the scaler has its own ``step`` again."""
+class _Watched:
+    """Stands in for a method of the scaler; in a copy or a pickle the scaler has its own method again."""
 
-    def __init__(self, watched: WatchedScaler) -> None:
+    def __init__(self, watched: WatchedScaler, name: str) -> None:
         self._watched = watched
+        self._name = name
 
-    def __call__(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return self._watched.step(optimizer, *args, **kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._watched.call(self._name, *args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _own_step, (self._watched.scaler,)
+        return _own_method, (self._watched.scaler, self._name)
 
 
-def _own_step(scaler: GradScaler) -> Any:
-    return types.MethodType(type(scaler).step, scaler)
+def _own_method(scaler: GradScaler, name: str) -> Any:
+    return types.MethodType(getattr(type(scaler), name), scaler)
 
 
 def require_fitting_scaler(scaler: object, wrapper: Wrapper) -> GradScaler | None:

@@ -24,9 +24,12 @@ class ModuleStack:
 
     Args:
         named: clean names and modules; modules that are not listed are ignored.
+        root_is_step: as of `ForwardProbe`.
     """
 
-    def __init__(self, named: Iterable[tuple[str, nn.Module]]) -> None:
+    def __init__(self, named: Iterable[tuple[str, nn.Module]], root_is_step: bool = False) -> None:
+        self._root_is_step = root_is_step
+        self._is_in_step = False
         self._names = {id(module): name for name, module in named}
         self._stack: list[LayerCall] = []
         self._again: list[LayerCall] = []
@@ -48,6 +51,7 @@ class ModuleStack:
     def begin_micro_batch(self) -> None:
         """Forget the stacks and count the calls of each module from 1 again."""
         self._stack, self._again, self._counts = [], [], {}
+        self._is_in_step = False
 
     def top(self) -> LayerCall | None:
         """Name and call number of the running module; None in the step's own code.
@@ -66,6 +70,8 @@ class ModuleStack:
             self._again.append((name, 1 if self._counts.get(name) == 1 else None))
         # The guard's probes skip evaluation forwards too; counting them would give calls other numbers than the
         # report's.
+        elif self._root_is_step and name == "" and not self._is_in_step:
+            self._is_in_step = torch.is_grad_enabled()
         elif self._stack or torch.is_grad_enabled():
             self._counts[name] = self._counts.get(name, 0) + 1
             self._stack.append((name, self._counts[name]))
@@ -74,6 +80,7 @@ class ModuleStack:
         name = self._names.get(id(module))
         stack = self._again if in_backward() else self._stack
         if name is None or all(place[0] != name for place in stack):
+            self._is_in_step = self._is_in_step and name != ""
             return
         while stack.pop()[0] != name:
             pass

@@ -14,6 +14,7 @@ from types import CodeType, FrameType
 import torch
 
 from ddp_nanguard.hooks.frames import FrameRole, module_of, role_of
+from ddp_nanguard.hooks.loop import CLOSURE_CODE
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _MODULES = os.path.join(_TORCH, "nn", "modules") + os.sep
@@ -175,6 +176,7 @@ def stack_of(frame: FrameType | None) -> Stack:
     """All positions in the user's code, up to the backward pass that the frame runs in or to the start of the step."""
     spots: list[CodeLocation] = []
     kinds: set[FrameKind] = set()
+    in_closure = False  # of an optimizer, which runs forward and backward in it
     while frame is not None:
         kind = _kind(frame)
         if frame.f_code.co_name == "_engine_run_backward":
@@ -182,7 +184,10 @@ def stack_of(frame: FrameType | None) -> Stack:
             break
         # Wrappers that keep a function from being compiled lie in that file too; only ``compile_wrapper`` runs compiled
         # code.
-        if kind is not FrameKind.COMPILED or frame.f_code.co_name == "compile_wrapper":
+        in_closure = in_closure or frame.f_code is CLOSURE_CODE
+        if kind is FrameKind.COMPILED and frame.f_code.co_name != "compile_wrapper":
+            pass
+        elif kind is not FrameKind.OPTIMIZER or not in_closure:
             kinds.add(kind)
         if _roles[module_of(frame)] is FrameRole.STARTS_STEP:
             break  # what started the replay is no part of the step

@@ -76,12 +76,14 @@ class TracedJob:
         optimizers: whose state has names.
         has_scaler: whether a GradScaler skips overflows.
         is_compiled: whether training runs compiled code.
+        root_is_step: as of `ForwardProbe`.
     """
 
     wrapper: Wrapper
     optimizers: list[torch.optim.Optimizer]
     has_scaler: bool
     is_compiled: bool
+    root_is_step: bool
 
 
 @dataclass
@@ -152,7 +154,8 @@ class Watcher:
             window: its micro-batches.
         """
         compiled = is_compiled(rebuilt.wrapper.model) or is_compiled(rebuilt.recipe.model)
-        job = TracedJob(rebuilt.wrapper, rebuilt.optimizers, rebuilt.scaler is not None, compiled)
+        root = rebuilt.dump.manifest.options.root
+        job = TracedJob(rebuilt.wrapper, rebuilt.optimizers, rebuilt.scaler is not None, compiled, root == "step")
         return self.following(job, [micro_batch.index for micro_batch in window])
 
     @contextlib.contextmanager
@@ -168,7 +171,7 @@ class Watcher:
         self._job, self._indices = job, indices
         if job.is_compiled:
             self._sources.append("the model is compiled in training; the trace ran it eagerly")
-        self._modules = ModuleStack(job.wrapper.named_modules())
+        self._modules = ModuleStack(job.wrapper.named_modules(), job.root_is_step)
         self._trace = Trace(self._modules)
         self._trace.on_event, self._trace.is_lenient = self._on_event, self._is_lenient
         self._name_state()

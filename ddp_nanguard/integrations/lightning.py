@@ -1,0 +1,179 @@
+"""PyTorch Lightning: `NanGuardCallback`, for ``Trainer(callbacks=[...])``.
+
+Lightning tells callbacks when training begins and ends, and of exceptions. What the guard needs beyond that, the batch,
+the step, the loss and what is about to be saved, passes through four methods of the strategy, which are wrapped on the
+trainer's own object from the first batch to the last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ddp_nanguard.config import ENV_REPLAY
+from ddp_nanguard.guard import NanGuard
+
+if TYPE_CHECKING or "pytorch_lightning" not in sys.modules or "lightning.pytorch" in sys.modules:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+else:  # the same code under its other name
+    from pytorch_lightning import Callback, LightningModule, Trainer
+
+
+class NanGuardCallback(Callback):
+    """Guards ``Trainer.fit`` with a `NanGuard`.
+
+    A dump needs no recipe: ``ddp-nanguard replay DUMP -- python train.py`` runs the step in the script's own Trainer,
+    as the rank where it began, alone in one process.
+
+    Args:
+        replay_from: a dump whose step this trainer runs instead of training, on as many ranks as it is of; the process
+            ends with its outcome. None trains.
+        options: of `NanGuard`: ``dump_dir=``, ``on_fault=`` and so on.
+
+    Attributes:
+        guard: while training runs, else None.
+
+    Raises:
+        ValueError: on every rank when training starts, as from `NanGuard`.
+        NonFiniteError: on every rank, out of ``Trainer.fit``.
+
+    Collective: those of `NanGuard`, and those of ``guard.check()`` before each checkpoint.
+    """
+
+    def __init__(self, *, replay_from: str | os.PathLike[str] | None = None, **options: Any) -> None:
+        self.guard: NanGuard | None = None
+        self._replay_from = replay_from
+        self._options = options
+        self._wrapped: _WrappedStrategy | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Wrapped, restored from a checkpoint, and past the sanity check: only now is all there that is guarded."""
+        self._let_go()
+        if self._replay_from is not None:
+            os.environ.setdefault(ENV_REPLAY, os.fspath(self._replay_from))
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        model: Any = trainer.strategy.model
+        # a wrapper's forward is given the step to run, or DDP and FSDP would not see it
+        root = "step" if model is not pl_module else "layer"
+        options = {"first_step": trainer.global_step, "root": root, **self._options}
+        self.guard = NanGuard(model, trainer.optimizers, scaler=scaler, **options)
+        self._wrapped = _WrappedStrategy(self.guard, trainer, pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Judge the last update, before the last checkpoint is written."""
+        guard = self.guard
+        self._unwrap()
+        if guard is not None:
+            guard.close()
+        self.guard = None
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Now, since the trainer goes on to take the model apart, and may save in a collective."""
+        guard, self.guard = self.guard, None
+        self._unwrap()
+        if guard is not None:  # None in the parent of spawned ranks, and before the first batch
+            guard.on_exception(exception)
+
+    def _unwrap(self) -> None:
+        if self._wrapped is not None:
+            self._wrapped.undo()
+            self._wrapped = None
+
+    def _let_go(self) -> None:
+        """Of a fit that an exception ended, and that was caught."""
+        self._unwrap()
+        self.guard = None
+
+    def __getstate__(self) -> dict[str, Any]:  # for ranks that are spawned, which have no guard yet
+        return {**self.__dict__, "guard": None, "_wrapped": None}
+
+
+class _WrappedStrategy:
+    """Methods of a strategy that tell the guard, until `undo`."""
+
+    def __init__(self, guard: NanGuard, trainer: Trainer, module: LightningModule) -> None:
+        self._guard = guard
+        self._module = module
+        self._strategy = trainer.strategy
+        self._own = {name: getattr(self._strategy, name) for name in ("training_step", "backward", "save_checkpoint")}
+        for name in self._own:
+            setattr(self._strategy, name, getattr(self, name))
+
+    def undo(self) -> None:
+        """The strategy's own methods, which those on the object hide."""
+        for name in self._own:
+            self._strategy.__dict__.pop(name, None)
+
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """The module's step on a batch that the guard knows; ``automatic_optimization`` decides whose loss it is."""
+        own = self._own["training_step"]
+        if isinstance(batch, Iterator):  # training_step(self, dataloader_iter): the batch is not known here
+            return own(batch, *args, **kwargs)
+        batch = self._guard.begin(batch)
+        if not self._module.automatic_optimization:  # it steps on its own: `backward` sees its losses
+            return own(batch, *args, **kwargs)
+        return _Step(self._module, own, args, kwargs).run(self._guard, batch)
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """What is backpropagated, not scaled yet; with automatic optimization the step's own loss is known already."""
+        if not self._module.automatic_optimization:
+            self._guard.watch(loss=closure_loss)
+        return self._own["backward"](closure_loss, *args, **kwargs)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        """Only weights that are known to be good are written down."""
+        self._guard.check(checkpoint=filepath)
+        return self._own["save_checkpoint"](checkpoint, filepath, *args, **kwargs)
+
+
+class _Step:
+    """One ``training_step`` as `NanGuard.run` takes it: it gives the loss, and can be run a second time."""
+
+    def __init__(self, module: LightningModule, own: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self._module = module
+        self._own, self._args, self._kwargs = own, args, kwargs
+        self._output: Any = None
+        self._has_run = False
+
+    def run(self, guard: NanGuard, batch: Any) -> Any:
+        """What ``training_step`` returns, its loss known to the guard."""
+        try:
+            loss = guard.run(self._loss, batch)
+        except _NoLossError:
+            return self._output
+        finally:
+            output, self._output = self._output, None
+        return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+
+    def _loss(self, model: Any, batch: Any) -> Tensor:
+        with _no_log(self._module) if self._has_run else contextlib.nullcontext():
+            output = self._own(batch, *self._args, **self._kwargs)
+        if not self._has_run:
+            self._has_run, self._output = True, output
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if not isinstance(loss, Tensor):
+            raise _NoLossError
+        return loss
+
+
+class _NoLossError(Exception):
+    """``training_step`` gave no loss: Lightning skips the batch, or says what is wrong with it."""
+
+
+@contextlib.contextmanager
+def _no_log(module: LightningModule) -> Iterator[None]:
+    """What is logged in a second look was logged already."""
+    module.__dict__["log"] = _ignored
+    try:
+        yield
+    finally:
+        module.__dict__.pop("log", None)
+
+
+def _ignored(*_: Any, **__: Any) -> None:
+    return None
