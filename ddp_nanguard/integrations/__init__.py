@@ -2,3 +2,5 @@
 
 Nothing here is imported by the rest of the package: a trainer's library need not be installed.
 """
+
+__frame_role__ = "passes on"  # see `hooks.frames`

@@ -228,8 +228,8 @@ class StepMonitor:
         A loss that was watched without any call of the model comes from a graph that was replayed: a step like others,
         whose update nothing has seen.
         """
-        # no update was seen since the last verdict, but one may have been replayed
-        weights_too = not self.has_unjudged_update and self.stage is not StepStage.BACKWARD
+        # an update may have been replayed from a graph, and the loop may write weights after the update that was seen
+        weights_too = self.stage is not StepStage.BACKWARD
         return self._give_verdict(is_step=False, weights_too=weights_too)
 
     def _refuse_capture(self) -> None:

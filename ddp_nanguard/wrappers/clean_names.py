@@ -1,8 +1,8 @@
 """Names of modules as in the unwrapped model: shells around a module, and paths through the tree without them.
 
 [Note: clean names]
-Shells (DDP, FSDP1, checkpoint and offload wrappers, compiled modules) hold exactly one module and have no name of their
-own: a clean name is the path in the unwrapped module, and the root is "".
+Shells (DDP, FSDP1, checkpoint and offload wrappers, compiled modules, Lightning Fabric's) hold exactly one module and
+have no name of their own: a clean name is the path in the unwrapped module, and the root is "".
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
+
+FABRIC_SHELL = "_FabricModule"
+"""Class of what ``Fabric.setup`` returns; by its name, since the library need not be there."""
 
 
 def inner_of(module: nn.Module) -> nn.Module | None:
@@ -27,6 +30,8 @@ def inner_of(module: nn.Module) -> nn.Module | None:
         inner = module._checkpoint_wrapped_module
     elif is_compiled(module):
         inner = module._orig_mod
+    elif type(module).__name__ == FABRIC_SHELL:
+        inner = module._forward_module
     assert inner is None or isinstance(inner, nn.Module)
     return inner
 

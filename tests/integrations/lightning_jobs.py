@@ -1,0 +1,179 @@
+"""Trainings under Lightning, several in one launch: what each raised, and what it left."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddp_nanguard import NonFiniteError
+from ddp_nanguard.dump.read import open_dump
+from tests.replaying import torchrun_variables
+
+
+def fits(rank: int, world_size: int, directory: str, names: list[str]) -> dict[str, dict[str, Any]]:
+    """What came of each training of `JOBS`, by its name."""
+    warnings.simplefilter("ignore")
+    os.environ |= torchrun_variables(rank, world_size)
+    found = {}
+    for name in names:
+        place = Path(directory) / name
+        place.mkdir(exist_ok=True)
+        os.chdir(place)
+        found[name] = JOBS[name]()
+    return found
+
+
+def fit(
+    *,
+    is_bad: bool = True,
+    guard: dict[str, Any] | None = None,
+    module: dict[str, Any] | None = None,
+    callbacks: tuple[Any, ...] = (),
+    resume: str | None = None,
+    plain: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """One ``Trainer.fit`` in the working directory, and what is to be known of it afterwards."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.loggers import CSVLogger
+
+    from ddp_nanguard.integrations.lightning import NanGuardCallback
+    from tests.integrations.toy import Data, Toy
+
+    pl.seed_everything(1, verbose=False)
+    model, watcher = Toy(**(module or {})), _weights_before_steps()
+    own = () if plain else (NanGuardCallback(**(guard or {})),)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+        strategy="ddp",
+        logger=CSVLogger("logs", version="one"),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+        use_distributed_sampler=False,
+        callbacks=[watcher, *own, *callbacks],
+        enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in callbacks),
+        **{"max_epochs": 1, "limit_val_batches": 0, **options},
+    )
+    error: BaseException | None = None
+    try:
+        trainer.fit(model, Data(is_bad), ckpt_path=resume)
+    except NonFiniteError as raised:
+        error = raised
+    return {
+        "error": str(error).splitlines() if error is not None else None,
+        "weights": digest(model),
+        "weights_before": watcher.before,
+        "bad": [name for name, each in model.state_dict().items() if not torch.isfinite(each).all()],
+        "global_step": trainer.global_step,
+        "num_steps": model.num_steps,
+        "logged": {name: float(value) for name, value in trainer.logged_metrics.items()},
+        **(_of_dump(error) if error is not None else {}),
+    }
+
+
+def digest(model: torch.nn.Module) -> str:
+    """Of all weights."""
+    data = b"".join(each.detach().numpy().tobytes() for each in model.parameters())
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def _weights_before_steps() -> Any:
+    import lightning.pytorch as pl
+
+    class Watcher(pl.Callback):
+        before = ""
+
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+            self.before = digest(module)
+
+    return Watcher()
+
+
+def _of_dump(error: NonFiniteError) -> dict[str, Any]:
+    path = error.report.dump_path
+    assert path is not None
+    dump, rank = open_dump([path]), error.report.origin_rank
+    assert rank is not None
+    return {"dump": path, "parts": dump.ranks, "labels": [m.batch[1].tolist() for m in dump.window(rank)]}
+
+
+# -- the trainings -----------------------------------------------------------------------------------------------------
+
+
+def _scaled() -> Any:
+    from lightning.pytorch.plugins import MixedPrecision
+
+    return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+
+
+def _clean_and_bare() -> dict[str, Any]:
+    """Two trainings in one place, one after the other, so that not even a path in a checkpoint differs."""
+    both = {}
+    for name, plain in (("bare", True), ("guarded", False)):
+        both[name] = fit(is_bad=False, plain=plain, callbacks=(_every_step(),))
+        _apart(name)
+    return both
+
+
+def _apart(name: str) -> None:
+    """Rank 0 puts what is there out of the way of the next training."""
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        kept = Path(f"of-{name}")
+        kept.mkdir()
+        for each in ("saved", "logs"):
+            shutil.move(each, kept / each)
+    torch.distributed.barrier()
+
+
+def _every_step() -> Any:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    return ModelCheckpoint("saved", filename="{step}", every_n_train_steps=1, save_top_k=-1)
+
+
+def _bad_update() -> dict[str, Any]:
+    """The optimizer of rank 0 writes NaN in its fourth step; each step is saved."""
+    import lightning.pytorch as pl
+
+    class Spoiler(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            if trainer.global_step == 4:
+                with torch.no_grad():
+                    module.head.bias[3] = float("nan")
+
+    return fit(is_bad=False, callbacks=(Spoiler(), _every_step()))
+
+
+def _twice() -> dict[str, Any]:
+    """A fit that is stopped and caught, and another of the same module class in the same process."""
+    first = fit()
+    return {"first": first, "second": fit(is_bad=False, guard={"dump_dir": None})}
+
+
+def _resumed() -> dict[str, Any]:
+    fit(is_bad=False, callbacks=(_every_step(),))
+    return fit(max_epochs=2, resume="saved/step=6.ckpt")
+
+
+JOBS = {
+    "stopped": lambda: fit(val_check_interval=0.5, limit_val_batches=1, num_sanity_val_steps=1),
+    "accumulated": lambda: fit(accumulate_grad_batches=2, gradient_clip_val=1.0),
+    "manual": lambda: fit(module={"manual": True}),
+    "dict": lambda: fit(module={"returns_dict": True}),
+    "skipped": lambda: fit(guard={"on_fault": "skip"}),
+    "scaled": lambda: fit(plugins=[_scaled()]),
+    "clean": _clean_and_bare,
+    "bad update": _bad_update,
+    "twice": _twice,
+    "resumed": _resumed,
+}
