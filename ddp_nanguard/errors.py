@@ -14,6 +14,7 @@ Bad input to the library is a plain ``ValueError`` that names the option, the va
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
@@ -31,6 +32,21 @@ def line_of(error: BaseException) -> str:
     except Exception as other:
         text = f"(its text raised {type(other).__name__})"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+_CHECKS = (ArithmeticError, AssertionError, RuntimeError, ValueError)
+_MAX_SEARCHED = 10_000
+_NONFINITE = re.compile(r"\b(nans?|infs?|infinit(e|y)|(non-?|not )finite)\b", re.IGNORECASE)
+
+
+def says_nonfinite(error: BaseException) -> bool:
+    """Whether an exception of the job's own is about a non-finite value, by its class or by its text."""
+    if isinstance(error, FloatingPointError):
+        return True
+    try:
+        return isinstance(error, _CHECKS) and _NONFINITE.search(str(error)[:_MAX_SEARCHED]) is not None
+    except Exception:
+        return False  # its own code raised
 
 
 class Undone:

@@ -14,7 +14,7 @@ from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.context import GuardContext, Reach
 from ddp_nanguard.distributed.abort import AbortSignal
 from ddp_nanguard.distributed.exit import exit_process
-from ddp_nanguard.errors import OutOfStepError
+from ddp_nanguard.errors import OutOfStepError, says_nonfinite
 from ddp_nanguard.report.types import RAISED
 from ddp_nanguard.tensors.accelerator import answers, aside
 
@@ -65,6 +65,7 @@ class SingleRankExit:
         # the step before this one was bad, or a peer has raised: then this exception is a consequence
         is_told = not record.is_current or (self._abort is not None and self._abort.is_set())
         is_told = is_told or not self._context.reach.answers
+        is_told = is_told or says_nonfinite(error)
         if not is_told and not self._policy.has_findings(record, error) and not self._hears_of_peer():
             return None
         name = type(error).__name__

@@ -1,0 +1,73 @@
+"""Scripts whose Trainer starts its own ranks: how they end, and their dumps run again by the same script."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.scripts.running import REPOSITORY, first_line, replay
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is not installed")
+
+SCRIPT = Path(__file__).parent / "lightning_train.py"
+BALANCED = ("aten.div.Tensor", "return ((errors * members).sum(0) / members.sum(0)).mean()")
+more = pytest.mark.exhaustive
+
+
+@dataclass(frozen=True)
+class Job:
+    """Arguments of the script, and the exit code of the process that was started."""
+
+    arguments: tuple[str, ...] = ()
+    exit_code: int = 65
+
+    def __str__(self) -> str:
+        return " ".join(word.strip("-") for word in self.arguments) or "as it is"
+
+
+JOBS = [
+    Job(),
+    pytest.param(Job(("--manual",)), marks=more),
+    pytest.param(Job(("--accumulate", "2")), marks=more),
+    pytest.param(Job(("--strategy", "ddp_spawn"), exit_code=1), marks=more),
+    pytest.param(Job(("--module", "Sharded")), marks=more),
+    pytest.param(Job(("--detect-anomaly",)), marks=more),
+    pytest.param(Job(("--module", "Checked")), marks=more),
+]
+
+
+def train(directory: Path, *arguments: str) -> tuple[int, str]:
+    """Exit code, and what was printed."""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(SCRIPT), *arguments]
+    ended = subprocess.run(
+        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=50, check=False
+    )
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize("job", JOBS, ids=str)
+def test_it_is_stopped_whole_and_runs_again_alone(job: Job, tmp_path: Path) -> None:
+    code, output = train(tmp_path, *job.arguments)
+    assert code == job.exit_code, output
+    assert "rank 1" in output and "loss" in output
+    (dump,) = (tmp_path / "nan_dumps").glob("step-*")
+    assert {path.name for path in dump.glob("rank-*")} == {"rank-00000", "rank-00001"}
+    again = replay(dump, str(SCRIPT), *job.arguments, options=("--trace",))
+    assert (again.code, again.outcome["outcome"]) == (0, "same"), again
+    assert again.outcome["rank"] == 1
+    assert first_line(again) == BALANCED
+
+
+@more
+def test_on_all_ranks_inside_of_the_trainer(tmp_path: Path) -> None:
+    train(tmp_path)
+    (dump,) = (tmp_path / "nan_dumps").glob("step-*")
+    code, output = train(tmp_path, "--replay-from", str(dump))
+    assert code == 0 and '"outcome": "same"' in output, output
