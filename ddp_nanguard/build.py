@@ -55,7 +55,8 @@ def build_context(
         group: the ranks that step together; None is the world.
         options: those given in code.
         answers_alone: in the replay of one rank: the guard itself has no peers, whatever process group there is.
-        on_event, on_metrics: functions of the user's, which may differ between ranks.
+        on_event: function of the user's, which may differ between ranks.
+        on_metrics: likewise.
 
     Raises:
         ValueError: on every rank if anything does not fit on any rank; for a wrong ``group``, on this rank alone.

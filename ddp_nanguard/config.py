@@ -160,6 +160,11 @@ class GuardConfig:
         if self.log_every == 0:
             raise ValueError("on_metrics is given, and option log_every=0 never calls it; give log_every=100")
 
+    @property
+    def looks_at_norms(self) -> bool:
+        """Whether gradients are read once more for their L2 norms."""
+        return self.grad_norm_warn is not None or self.parameter_norm_warn is not None
+
     @functools.cached_property
     def watched(self) -> frozenset[str]:
         """The phases of ``watch``; every step asks for some of them."""

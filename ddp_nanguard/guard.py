@@ -26,6 +26,7 @@ from .inject.injector import follow_counter, warn_of_disabled
 from .inject.step_counter import unregister_counter
 from .probes.clipping import clip_grad_norm_
 from .script import take_over
+from .step.metrics import MetricsLog
 from .step.monitor import StepMonitor
 
 __frame_role__ = "passes on"  # see `hooks.frames`
@@ -91,6 +92,8 @@ class NanGuard:
         # - a step: the monitor follows it, the policy acts on its verdict
         self._policy = FaultPolicy(context)
         self._monitor = StepMonitor(context, self._policy)
+        if context.on_metrics is not None:
+            self._monitor.log_to(MetricsLog(context, self._policy.counters))
         if context.config.enabled:
             self._attach()
         else:

@@ -60,7 +60,7 @@ class Notices:
         return SkippedStep(
             action,
             report.step,
-            tuple((each.epoch, each.index) for each in window.positions) if window else (),
+            tuple((each.epoch, each.batch) for each in window.positions) if window else (),
             report.origin_rank,
             fingerprint(report),
             fault_text(report.origin) if report.origin is not None else "",

@@ -33,6 +33,7 @@ from ddp_nanguard.report.types import CALLS_ONLY, FaultReport, Phase
 from ddp_nanguard.report.wording import listed
 from ddp_nanguard.second_look.look import Fault, Looked, look_again
 from ddp_nanguard.second_look.obstacles import of_the_report
+from ddp_nanguard.step.metrics import Counters
 from ddp_nanguard.wrappers.grad_scaler import ScalerSnapshot
 
 from .cause import explained, known_before, told_why
@@ -71,6 +72,10 @@ class FaultPolicy:
         self._whole: tuple[Path, bool] | None = None  # the dump of this fault, and whether its report is this rank's
         # held while a fault is handled: the thread that hears of a peer's abort must not dump the same step once more
         self._busy = threading.Lock()
+
+    def counters(self) -> Counters:
+        """What has been skipped so far."""
+        return Counters(self.num_skips, self.triage.num_overflows)
 
     def on_clean(self) -> None:
         """See `VerdictHandler`."""

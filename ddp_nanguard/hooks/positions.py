@@ -12,11 +12,11 @@ class Position(NamedTuple):
 
     Attributes:
         epoch: number of the iteration over ``guard.steps``, from 0, or as the loop gives it.
-        index: of the batch in it, from 0.
+        batch: its index in it, from 0.
     """
 
     epoch: int
-    index: int
+    batch: int
 
 
 class LoaderPosition:

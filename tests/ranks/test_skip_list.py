@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-
-
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
 from torch import Tensor
 
 from tests.ranks import run_ranks
-from tests.ranks.small import INF, ended, guard_of, rows, run_step, sgd, small_model
+from tests.ranks.small import ended, guard_of, rows, sgd, small_model
 
 
 class _Loader:

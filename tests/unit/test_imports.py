@@ -31,7 +31,7 @@ FLOORS = (
     ("second_look",),
     ("fault", "script"),
     ("guard",),
-    ("testing", "cli"),
+    ("testing", "cli", "loggers"),
     ("__init__", "__main__"),
 )
 """Rooms: folders, and modules of the root. One imports from the floors below it, and from nowhere else."""
