@@ -8,16 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_nanguard.errors import line_of
 from ddp_nanguard.report.types import Natural, Rank
 
 from .files import append_json
 from .json_files import MAX_JSON_BYTES, parse_json
+from .plain_state import packed_state, unpacked_state
+from .rank_records import PlainState
 from .typed_json import as_json, read_fields
 
 SKIPS = "skips.jsonl"
-MAX_STATE_BYTES = 16 * 1024
-"""Of a loader's state in one line; a larger one is left out."""
+MAX_STATE_BYTES = 256 * 1024
+"""Of a loader's state in one line; a larger one is left out. One with 16 workers takes half of that."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class SkippedStep:
         fingerprint: see `ddp_nanguard.report.fingerprint`.
         fault: what that stands for, in one line.
         dump: path of the dump; None without one.
-        loader_state: ``state_dict()`` of the loader when the fault was handled, or why it was left out; None where the
-            loader has none.
+        loader_state: ``state_dict()`` of the loader when the fault was handled; None where it has none. What was left
+            out is in its notes.
         time: ISO 8601 with the offset from UTC.
     """
 
@@ -45,8 +46,12 @@ class SkippedStep:
     fingerprint: str
     fault: str
     dump: str | None
-    loader_state: Any
+    loader_state: PlainState | None
     time: str
+
+    def state_dict(self) -> Any:
+        """The state of the loader as it gave it, for ``loader.load_state_dict``; None where there is none."""
+        return None if self.loader_state is None else unpacked_state(self.loader_state)
 
 
 def append_skip(dump_dir: str, skipped: SkippedStep) -> None:
@@ -59,13 +64,13 @@ def append_skip(dump_dir: str, skipped: SkippedStep) -> None:
     append_json(Path(dump_dir) / SKIPS, {name: as_json(value) for name, value in vars(skipped).items()})
 
 
-def bounded_state(state: Any) -> Any:
-    """A loader's state as JSON-ready data; where it is no such, or too large, why it was left out."""
-    try:
-        size_bytes = len(json.dumps(state))
-    except (TypeError, ValueError, RecursionError) as error:
-        return {"left out": line_of(error)}
-    return state if size_bytes <= MAX_STATE_BYTES else {"left out": f"{size_bytes} bytes of JSON"}
+def bounded_state(state: Any) -> PlainState:
+    """A loader's state, or, where it is too large, a note in its place."""
+    packed = packed_state(state)
+    size_bytes = len(json.dumps(packed.to_dict()))
+    if size_bytes <= MAX_STATE_BYTES:
+        return packed
+    return PlainState(None, {}, (f"left out: {size_bytes} bytes of JSON, at most {MAX_STATE_BYTES} are kept",))
 
 
 def read_skips(path: str) -> list[SkippedStep]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from functools import partial
 from typing import Any, Literal
 
 from ddp_nanguard.capture.record import StepRecord
+from ddp_nanguard.capture.window import AccumulationWindow
 from ddp_nanguard.context import GuardContext
+from ddp_nanguard.dump.rank_records import PlainState
 from ddp_nanguard.dump.skip_list import SKIPS, SkippedStep, append_skip, bounded_state
 from ddp_nanguard.errors import line_of
 from ddp_nanguard.report.fingerprint import fault_text, fingerprint
@@ -55,8 +56,6 @@ class Notices:
     def _skipped(self, action: Action, report: FaultReport, record: StepRecord) -> SkippedStep:
         # of a bad update it is the next step that is judged, whose batches have done nothing
         window = record.window if record.step == report.step else None
-        attempt = self._context.undone.attempt
-        state = attempt("the loader's state was not read", partial(_state_of, window), None) if window else None
         return SkippedStep(
             action,
             report.step,
@@ -65,19 +64,23 @@ class Notices:
             fingerprint(report),
             fault_text(report.origin) if report.origin is not None else "",
             report.dump_path,
-            state,
+            self._state_of(window) if window else None,
             time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         )
+
+    def _state_of(self, window: AccumulationWindow) -> PlainState | None:
+        try:
+            state = window.progress.loader_state()
+            return None if state is None else bounded_state(state)
+        except Exception as error:  # the loader may be the user's own
+            self._say(f"{SKIPS} lacks the state of the loader: {line_of(error)}")
+            return None
 
     def _say(self, text: str) -> None:
         try:
             _log.error("%s", text)
         except Exception:  # a handler of the job may raise
             return
-
-
-def _state_of(window: Any) -> Any:
-    return bounded_state(window.progress.loader_state())
 
 
 def event_of(action: Action, report: FaultReport, text: str) -> dict[str, Any]:
