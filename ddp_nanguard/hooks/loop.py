@@ -193,6 +193,11 @@ class Steps:
                 batch = self._events.begin_micro_batch(batch)
             yield batch
 
+    @property
+    def position(self) -> Position | None:
+        """Epoch and index of the batch that was handed out last by the guard; None before the first one."""
+        return self._progress.now
+
     def __len__(self) -> int:
         if not isinstance(self._loader, Sized):
             raise TypeError(f"the loader, a {type(self._loader).__name__}, has no length")
