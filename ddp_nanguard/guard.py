@@ -141,6 +141,8 @@ class NanGuard:
         all-reduces on the guard's own group; every rank must call it then.
         """
         if self._is_left:
+            if skip is not None:
+                raise ValueError("steps(skip=...) after close(): the guard is gone; build a new one")
             return Steps(loader, self._monitor)
         if self._takeover is not None:
             return Steps(self._takeover.batches(loader), self._monitor)

@@ -20,6 +20,7 @@ from ddp_nanguard.context import GuardContext
 from ddp_nanguard.distributed.fault_group import PeersLostError
 from ddp_nanguard.dump.skip_list import SkippedStep, read_skips
 from ddp_nanguard.hooks.positions import Position
+from ddp_nanguard.report.wording import plural
 
 _log = logging.getLogger(__name__)
 
@@ -99,4 +100,6 @@ def _told(path: str, skips: list[SkippedStep], positions: Iterable[Position]) ->
         return f"guard.steps: {path} lists no step, no batch is passed over"
     without = sum(not skipped.positions for skipped in skips)
     lacks = f"; {without} without the position of a batch" if without else ""
-    return f"guard.steps: {len(set(positions))} batches are passed over, of {len(skips)} steps in {path}{lacks}"
+    count = len(set(positions))
+    batches = f"{count} batch{'' if count == 1 else 'es'}"
+    return f"guard.steps: passing over {batches} of {plural(len(skips), 'step')} in {path}{lacks}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -62,15 +63,20 @@ def _skip_then_begin_again(rank: int, world_size: int, dump_dir: str) -> Any:
     bad = (1, 4) if rank == 1 else ()
     skipped = _train(_Loader(bad), epochs=2, on_fault="skip", dump_dir=dump_dir)
     own_file = f"{dump_dir}/skips.jsonl" if rank == 0 else f"{dump_dir}/only-the-first-rank-reads"
+    said: list[str] = []
+    logger = logging.getLogger("ddp_nanguard.fault.skip_lists")
+    logger.addFilter(lambda record: said.append(record.getMessage()) or False)  # type: ignore[func-returns-value]
     again = _train(_Loader(bad), epochs=2, steps={"skip": own_file}, dump_dir=dump_dir)
-    return skipped, again
+    return skipped, again, said
 
 
 def test_what_was_skipped_is_passed_over_by_every_rank_when_the_job_begins_again(tmp_path: Path) -> None:
-    for rank, (skipped, again) in enumerate(run_ranks(_skip_then_begin_again, dump_dir=str(tmp_path))):
+    for rank, (skipped, again, said) in enumerate(run_ranks(_skip_then_begin_again, dump_dir=str(tmp_path))):
         epoch = [0, -1, 2, 3, -1, 5] if rank == 1 else [0, 1, 2, 3, 4, 5]
         assert skipped == (epoch * 2, None)
         assert again == ([0, 2, 3, 5] * 2, None)
+        told = f"guard.steps: passing over 4 batches of 4 steps in {tmp_path / 'skips.jsonl'}"
+        assert said == ([told] if rank == 0 else []), "once, though both epochs asked"
     found = _lines(tmp_path)
     assert [line["positions"] for line in found] == [[[0, 1]], [[0, 4]], [[1, 1]], [[1, 4]]]
     assert [(line["action"], line["step"], line["rank"]) for line in found] == [

@@ -140,4 +140,6 @@ def test_a_guard_that_is_off_passes_over_nothing_and_says_so(tmp_path: Path, cap
         assert len(list(guard.steps([1, 2], skip=path))) == 2
     assert caplog.messages[-1] == f"guard.steps(skip={path!r}): the guard is off, no batch is passed over"
     guard.close()
-    assert list(guard.steps([1, 2], skip=path)) == [1, 2]
+    assert list(guard.steps([1, 2])) == [1, 2]
+    with pytest.raises(ValueError, match=r"^steps\(skip=\.\.\.\) after close\(\): the guard is gone; build a new one$"):
+        guard.steps([1, 2], skip=path)
