@@ -81,7 +81,7 @@ def build_context(
     try:
         callbacks = callback("on_event", on_event), callback("on_metrics", on_metrics)
         args = validate_args(model, optimizer, scaler, replay, options) if problem is None else None
-        if args is not None and on_metrics is not None:
+        if args is not None and args.config.enabled and on_metrics is not None:
             args.config.require_logging()
     except ValueError as error:
         problem = str(error)

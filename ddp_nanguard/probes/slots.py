@@ -232,23 +232,30 @@ def _sorted_stats(pages: Iterable[SlotTable]) -> list[SlotStats]:
 
 
 def stats_together(tables: Sequence[SlotTable], more: Sequence[Tensor] = ()) -> tuple[list[SlotStats], list[float]]:
-    """The slots of several tables in execution order, and further numbers of shape (), by one read of the host.
+    """The slots of several tables in execution order, and further numbers of shape (), by one read of each device.
 
-    Host sync: one; on a device that has no float64 one per table.
+    Host sync: one per accelerator; one per table on a device that has no float64.
     """
     values = [table.values for table in tables] + [number.detach().view(1) for number in more]
-    rows = iter(_read(values))
-    found = [stats for table in tables for stats in _stats(table, next(rows))]
-    return sorted(found, key=lambda stats: stats.order), [number for row in rows for number in row]
+    rows = _read(values)
+    found = [stats for table, row in zip(tables, rows, strict=False) for stats in _stats(table, row)]
+    return sorted(found, key=lambda stats: stats.order), [number for row in rows[len(tables) :] for number in row]
 
 
 def _read(values: list[Tensor]) -> list[list[float]]:
     """Each tensor of shape (numbers,) as a list."""
-    device = next((tensor.device for tensor in values if tensor.device.type != "cpu"), _CPU)
+    rows: dict[int, list[float]] = {}
+    for device in {tensor.device for tensor in values}:
+        indices = [index for index, tensor in enumerate(values) if tensor.device == device]
+        rows |= zip(indices, _read_together([values[index] for index in indices]), strict=True)
+    return [rows[index] for index in range(len(values))]
+
+
+def _read_together(values: list[Tensor]) -> list[list[float]]:
     if len(values) < 2:
         return [tensor.tolist() for tensor in values]
     try:
-        together = torch.cat([tensor.to(device, torch.float64) for tensor in values]).tolist()
+        together = torch.cat([tensor.to(torch.float64) for tensor in values]).tolist()
     except TypeError:  # what a device says that has no float64
         return [tensor.tolist() for tensor in values]
     ends = itertools.accumulate(map(len, values), initial=0)

@@ -120,6 +120,7 @@ def test_a_logger_that_is_never_called_is_refused_and_so_is_one_that_cannot_be()
         NanGuard(model, optimizer, on_event="print")  # type: ignore[arg-type]  # that is what is tested
     with pytest.raises(ValueError, match=r"^option log_every=-1 is out of range; give a number of at least 0$"):
         NanGuard(model, optimizer, log_every=-1)
+    NanGuard(model, optimizer, on_metrics=print, log_every=5, enabled=False).close()
 
 
 def test_an_interrupt_passes_through() -> None:
