@@ -36,18 +36,25 @@ class LoaderPosition:
         """An iteration begins; its number.
 
         Args:
-            loader: held weakly, and only if it can tell its state.
+            loader: held, weakly where that is possible, only if it can tell its state.
             epoch: the number that the loop gives it, or None.
         """
         number = self.next_epoch if epoch is None else epoch
         self.next_epoch = number + 1
-        self._loader = weakref.ref(loader) if hasattr(loader, "state_dict") else _nothing
+        self._loader = _reference(loader) if hasattr(loader, "state_dict") else _nothing
         return number
 
     def loader_state(self) -> Any:
         """The state of the loader, whose code may raise; None where it has none."""
         loader = self._loader()
         return None if loader is None else loader.state_dict()
+
+
+def _reference(loader: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(loader)
+    except TypeError:  # a class with slots
+        return lambda: loader
 
 
 def _nothing() -> None:

@@ -1,8 +1,8 @@
 """`MetricsLog`: numbers of a step for the user's logger, from the slots that the step has filled anyway.
 
 [Note: logged steps]
-A step that is not logged has nothing more to do for it: no kernel, no read. In one that is, all slots are read by the
-host in one go, after the verdict. Nothing is asked of other ranks, so each rank that logs tells of itself alone.
+A step that is not logged has nothing more to do for it: no kernel, no read. In one that is, all slots of a device are
+read by the host in one go, after the verdict. Nothing is asked of other ranks, so each rank that logs tells of itself alone.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class MetricsLog:
         context: of the guard.
         counters: tells what has been counted so far.
 
-    Collective: none. Host sync: one in a step that is logged.
+    Collective: none. Host sync: one per accelerator in a step that is logged.
     """
 
     def __init__(self, context: GuardContext, counters: Callable[[], Counters]) -> None:

@@ -17,6 +17,8 @@ INF = float("inf")
 
 
 class _Loader:
+    __slots__ = ("state",)  # and so nothing can refer to it weakly
+
     def __init__(self, state: Any) -> None:
         self.state = state
 
