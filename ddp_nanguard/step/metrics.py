@@ -2,7 +2,8 @@
 
 [Note: logged steps]
 A step that is not logged has nothing more to do for it: no kernel, no read. In one that is, all slots of a device are
-read by the host in one go, after the verdict. Nothing is asked of other ranks, so each rank that logs tells of itself alone.
+read by the host in one go, after the verdict. Nothing is asked of other ranks, so each rank that logs tells of itself
+alone.
 """
 
 from __future__ import annotations
