@@ -16,6 +16,7 @@ from .capture.window import AccumulationWindow
 from .config import is_switched_off
 from .context import GuardContext, guarded
 from .distributed.group import RankGroup
+from .hooks.callbacks import OnEvent, OnMetrics, callback
 from .inject.injector import environment_option, spec_from_environment
 from .probes.backward import BackwardProbe
 from .probes.compiled_calls import expand_compiled
@@ -41,6 +42,8 @@ def build_context(
     options: dict[str, Any],
     *,
     answers_alone: bool = False,
+    on_event: OnEvent | None = None,
+    on_metrics: OnMetrics | None = None,
 ) -> GuardContext:
     """Validate the arguments of `NanGuard`, compare them with those of the other ranks, and build the parts.
 
@@ -52,6 +55,8 @@ def build_context(
         group: the ranks that step together; None is the world.
         options: those given in code.
         answers_alone: in the replay of one rank: the guard itself has no peers, whatever process group there is.
+        on_event: function of the user's, which may differ between ranks.
+        on_metrics: likewise.
 
     Raises:
         ValueError: on every rank if anything does not fit on any rank; for a wrong ``group``, on this rank alone.
@@ -74,7 +79,10 @@ def build_context(
         require_fitting_group(group, model)
     # from here on a problem is held back until all ranks know of it: raised at once, it would leave the others waiting
     try:
+        callbacks = callback("on_event", on_event), callback("on_metrics", on_metrics)
         args = validate_args(model, optimizer, scaler, replay, options) if problem is None else None
+        if args is not None and args.config.enabled and on_metrics is not None:
+            args.config.require_logging()
     except ValueError as error:
         problem = str(error)
     except Exception as error:
@@ -96,6 +104,7 @@ def build_context(
         ranks.close()
     context = compose(args, ranks, replay, device)
     context.injection = injection
+    context.on_event, context.on_metrics = callbacks
     return context
 
 

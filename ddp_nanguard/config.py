@@ -67,6 +67,11 @@ class GuardConfig:
     # - Thresholds
     grad_norm_warn: float | None = None
     """Warn when the L2 norm of this rank's gradients, or of its shards of them, exceeds this: one more pass."""
+    parameter_norm_warn: float | None = None
+    """Warn when the L2 norm of the gradient of one parameter, or of this rank's shard of it, exceeds this: one more
+    pass, the same one as for ``grad_norm_warn``."""
+    loss_warn: float | None = None
+    """Warn when a watched loss exceeds this."""
     state_every: int = 100
     """Optimizer state is looked at in the first step and then once in this number of steps."""
     max_consecutive_overflows: int = 20
@@ -95,6 +100,8 @@ class GuardConfig:
     """What a call of the unwrapped model is: a layer, or the step of a trainer that runs it as the model's forward."""
     first_step: int = 0
     """Number of the first step; a resumed run gives its global step."""
+    log_every: int = 0
+    """``on_metrics`` is called in steps whose number is a multiple of this; 0 never calls it."""
 
     @classmethod
     def from_code_and_environment(
@@ -137,7 +144,7 @@ class GuardConfig:
         for phase in self.watch:
             if phase not in PHASES:
                 raise ValueError(f"option watch={phase!r} is no phase; valid: {', '.join(PHASES)}")
-        for name in ("max_skips", "dump_keep", "first_step"):
+        for name in ("max_skips", "dump_keep", "first_step", "log_every"):
             _require(name, getattr(self, name), getattr(self, name) >= 0, "a number of at least 0")
         _require("history", self.history, self.history <= MAX_HISTORY, f"a number of steps up to {MAX_HISTORY}")
         _require("first_step", self.first_step, self.first_step < 2**62, "a number below 2**62")
@@ -146,8 +153,19 @@ class GuardConfig:
         _require("exit_code", self.exit_code, 1 <= self.exit_code <= 255, "a code from 1 to 255")
         _require("timeout_s", self.timeout_s, 0 < self.timeout_s <= 1e7, "a number of seconds above 0, at most 1e7")
         _require("scale_floor", self.scale_floor, 0 <= self.scale_floor < math.inf, "a number of at least 0")
-        if self.grad_norm_warn is not None:
-            _require("grad_norm_warn", self.grad_norm_warn, self.grad_norm_warn > 0, "a number above 0, or None")
+        for name in ("grad_norm_warn", "parameter_norm_warn", "loss_warn"):
+            limit = getattr(self, name)
+            _require(name, limit, limit is None or limit > 0, "a number above 0, or None")
+
+    def require_logging(self) -> None:
+        """Raises a ValueError where ``on_metrics`` would never be called."""
+        if self.log_every == 0:
+            raise ValueError("on_metrics is given, and option log_every=0 never calls it; give log_every=100")
+
+    @property
+    def looks_at_norms(self) -> bool:
+        """Whether gradients are read once more for their L2 norms."""
+        return self.grad_norm_warn is not None or self.parameter_norm_warn is not None
 
     @functools.cached_property
     def watched(self) -> frozenset[str]:

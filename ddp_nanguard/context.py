@@ -16,6 +16,7 @@ from .capture.window import AccumulationWindow
 from .config import GuardConfig
 from .distributed.group import RankGroup
 from .errors import Undone
+from .hooks.callbacks import Callback
 from .inject.spec import InjectionSpec
 from .probes.backward import BackwardProbe
 from .probes.calls import ModuleCall
@@ -102,6 +103,7 @@ class GuardContext:
         undone: what the fault path could not do on this rank.
         checkpoint: the last one that was checked before it was saved, and the step that was to follow; None before.
         reach: how much of this rank's device can be read; all of it, but for a rank that ends on its own.
+        on_event, on_metrics: functions of the user's; None without.
     """
 
     # - Given by the user, and what follows from it
@@ -146,6 +148,8 @@ class GuardContext:
     has_hooks: bool = False
     undone: Undone = field(default_factory=Undone)
     reach: Reach = Reach()
+    on_event: Callback | None = None
+    on_metrics: Callback | None = None
 
     def record(self, step: int) -> StepRecord:
         """The record of the step that is running. It refers to the open window and slots and copies nothing.

@@ -21,11 +21,13 @@ from .distributed.exit import end_if_fault, unwatch_exit, watch_exit
 from .errors import NonFiniteError
 from .fault.alone import SingleRankExit
 from .fault.policy import FaultPolicy
+from .hooks.callbacks import OnEvent, OnMetrics
 from .hooks.loop import CountHook, Steps, named_losses
 from .inject.injector import follow_counter, warn_of_disabled
 from .inject.step_counter import unregister_counter
 from .probes.clipping import clip_grad_norm_
 from .script import take_over
+from .step.metrics import MetricsLog
 from .step.monitor import StepMonitor
 
 __frame_role__ = "passes on"  # see `hooks.frames`
@@ -41,6 +43,8 @@ class NanGuard:
         scaler: the loop's GradScaler, if it has one.
         replay: ``"module:function"`` that gives the `Recipe`, recorded in dumps.
         group: the ranks that step together; default the whole world.
+        on_event: called on the first rank of the group with each fault as JSON-ready data, before any rank raises.
+        on_metrics: ``on_metrics(step, numbers)``, called every ``log_every`` steps on the ranks that give it.
         options: fields of `GuardConfig`; ``NANGUARD_<OPTION>`` in the environment wins.
 
     Raises:
@@ -61,6 +65,8 @@ class NanGuard:
         scaler: object = None,
         replay: str | None = None,
         group: dist.ProcessGroup | None = None,
+        on_event: OnEvent | None = None,
+        on_metrics: OnMetrics | None = None,
         **options: Any,
     ) -> None:
         self._model: Callable[[], Any] = lambda: model  # a weak reference once the guard is closed
@@ -78,10 +84,17 @@ class NanGuard:
         if bystander is not None:  # the dump is that of another guard of the script
             options = {**options, "enabled": False}
         alone = bystander is not None and bystander.alone
-        self._context = context = build_context(model, optimizer, scaler, replay, group, options, answers_alone=alone)
+        self._context = context = build_context(
+            *(model, optimizer, scaler, replay, group, options),
+            answers_alone=alone,
+            on_event=on_event,
+            on_metrics=on_metrics,
+        )
         # - a step: the monitor follows it, the policy acts on its verdict
         self._policy = FaultPolicy(context)
         self._monitor = StepMonitor(context, self._policy)
+        if context.on_metrics is not None:
+            self._monitor.log_to(MetricsLog(context, self._policy.counters))
         if context.config.enabled:
             self._attach()
         else:
@@ -106,9 +119,36 @@ class NanGuard:
         """Number of the step now running: verdicts so far, from ``first_step``."""
         return self._monitor.step
 
-    def steps(self, loader: Iterable[Any]) -> Steps:
-        """The loader, with micro-batches marked and kept; re-iterable, with the loader's length."""
-        return Steps(loader if self._takeover is None else self._takeover.batches(loader), self._monitor)
+    def steps(
+        self,
+        loader: Iterable[Any],
+        *,
+        skip: str | os.PathLike[str] | None = None,
+        epoch: int | None = None,
+        start: int = 0,
+    ) -> Steps:
+        """The loader, with micro-batches marked and kept; re-iterable, with the loader's length.
+
+        Args:
+            loader: any iterable of batches.
+            skip: a ``skips.jsonl``, whose batches are drawn and passed over, the same ones on every rank.
+            epoch: number of this iteration, for a run that is resumed; by default they are counted from 0.
+            start: index of the first batch that the loader gives, for one that is resumed within an epoch.
+
+        Raises:
+            ValueError: an argument does not fit, or the list is bad.
+
+        Collective: with ``skip``, where it is asked for the first time or the first time after a stop, three
+        all-reduces on the guard's own group; every rank must call it then.
+        """
+        if self._is_left:
+            if skip is not None:
+                raise ValueError("steps(skip=...) after close(): the guard is gone; build a new one")
+            return Steps(loader, self._monitor)
+        if self._takeover is not None:
+            return Steps(self._takeover.batches(loader), self._monitor)
+        passed_over = self._policy.skip_lists.positions(skip) if skip is not None else ()
+        return Steps(loader, self._monitor, self._context.window.progress, epoch, start, passed_over)
 
     def begin(self, batch: Any) -> Any:
         """Mark a micro-batch, for engines that take batches from a loader themselves; in place of `steps`.

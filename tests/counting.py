@@ -58,6 +58,7 @@ class Counts:
         operators: ``c10d`` operators by name.
         operator_bytes: bytes of the tensors given to each operator, in order.
         host_reads: operators and methods that hand values to the host, by name.
+        num_operators: all operators together, `host_reads` that are operators included.
     """
 
     calls: Counter[str] = field(default_factory=Counter)
@@ -66,6 +67,7 @@ class Counts:
     operators: Counter[str] = field(default_factory=Counter)
     operator_bytes: list[int] = field(default_factory=list)
     host_reads: Counter[str] = field(default_factory=Counter)
+    num_operators: int = 0
 
     def __sub__(self, other: Counts) -> dict[str, dict[str, int]]:
         """Differences by kind and name, zeros left out."""
@@ -84,6 +86,7 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().split(".")[0]
+        self.counts.num_operators += 1
         if name.startswith("c10d::"):
             self.counts.operators[name] += 1
             self.counts.operator_bytes.append(_bytes_of((args, kwargs)))

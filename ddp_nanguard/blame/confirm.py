@@ -10,6 +10,7 @@ from torch import Tensor
 from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.context import GuardContext
 from ddp_nanguard.probes.gradient import GradientSource, TotalNormSource
+from ddp_nanguard.probes.slot_roles import SlotRole
 from ddp_nanguard.probes.slots import SlotStats, is_clean
 from ddp_nanguard.probes.state import StateSource
 from ddp_nanguard.tensors.minmax import extremes
@@ -46,7 +47,7 @@ def confirm(context: GuardContext, record: StepRecord, slot_stats: list[SlotStat
         if isinstance(stats.source, TotalNormSource) and not is_clean(stats):
             _add_gradients(context, stats, found)
             continue
-        if stats.is_screen and not is_clean(stats):
+        if stats.is_screen and not is_clean(stats) and stats.role is not SlotRole.PARAMETER_NORM:
             if math.isnan(stats.maximum):  # of finite and infinite elements no norm is NaN
                 continue
             exact = tensors.extremes_behind(stats)

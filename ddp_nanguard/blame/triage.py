@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ddp_nanguard.capture.record import StepRecord
+from ddp_nanguard.config import GuardConfig
 from ddp_nanguard.context import GuardContext
-from ddp_nanguard.probes.gradient import GradientSource
+from ddp_nanguard.probes.gradient import GradientSource, ParameterNormSource
 from ddp_nanguard.probes.severity import NORM_OVERFLOWS_AT, Severity
 from ddp_nanguard.probes.slot_roles import SlotRole
 from ddp_nanguard.probes.slots import SlotStats, is_clean
@@ -48,6 +49,8 @@ OVERFLOWED = (
     "step goes on; clipping by norm would make all gradients zero (said once)"
 )
 ON_PURPOSE = "taken for so on purpose"
+MAX_LARGE = 4
+"""Names of parameters whose gradients are told as large."""
 MAX_LEGAL = 4
 """Names of state that are told as non-finite on purpose."""
 OVERFLOWS_TOLD = 3
@@ -316,11 +319,27 @@ class Triage:
 
     def _new_warnings(self, record: StepRecord) -> list[str]:
         found: list[str] = []
-        for stats in record.slots.slot_stats():
-            text = _warning_for(stats, self._context.config.grad_norm_warn)
+        slot_stats = record.slots.slot_stats()
+        for stats in slot_stats:
+            text = _warning_for(stats, self._context.config)
             if text is not None:
                 found += self._once(text, f"step {record.step}: {text} ({stats.maximum:g}); this is said once")
-        return found
+        return found + self._large_parameters(record.step, slot_stats)
+
+    def _large_parameters(self, step: int, slot_stats: list[SlotStats]) -> list[str]:
+        """One line for all parameters whose gradient's norm is beyond ``parameter_norm_warn`` for the first time."""
+        limit = self._context.config.parameter_norm_warn
+        if limit is None:
+            return []
+        of_each = [stats for stats in slot_stats if isinstance(stats.source, ParameterNormSource)]
+        norms: dict[str, float] = {stats.source.name: stats.maximum for stats in of_each if stats.maximum > limit}
+        new = {name: norm for name, norm in norms.items() if self._once(f"{name} exceeds {limit}", name)}
+        largest_first: list[str] = sorted(new, key=new.__getitem__, reverse=True)
+        names = listed(largest_first, MAX_LARGE)
+        exceed = f"exceed parameter_norm_warn={limit:g}" if len(new) > 1 else f"exceeds parameter_norm_warn={limit:g}"
+        many = "gradient norms of" if len(new) > 1 else "the gradient norm of"
+        largest = max(new.values(), default=0.0)
+        return [f"step {step}: {many} {names} {exceed} (up to {largest:g}); said once of each"] if new else []
 
     def _once(self, key: str, text: str) -> tuple[str, ...]:
         if key in self._said:
@@ -343,11 +362,14 @@ def _has_bad_output(findings: RankFindings) -> bool:
     return any(stats.role is SlotRole.OUTPUT and not is_clean(stats) for stats in findings.slot_stats)
 
 
-def _warning_for(stats: SlotStats, norm_limit: float | None) -> str | None:
+def _warning_for(stats: SlotStats, config: GuardConfig) -> str | None:
+    norm_limit, loss_limit = config.grad_norm_warn, config.loss_warn
     if stats.role is SlotRole.WARN and not is_clean(stats):
         return f"buffer {stats.source.name} was non-finite on this rank only; DDP has overwritten it with rank 0's"
     if stats.role is SlotRole.NORM and norm_limit is not None and stats.maximum > norm_limit:
         return f"the gradient norm exceeds grad_norm_warn={norm_limit:g}"
+    if stats.role is SlotRole.LOSS and loss_limit is not None and stats.maximum > loss_limit:
+        return f"{stats.source.name} exceeds loss_warn={loss_limit:g}"
     is_gradient = stats.role is SlotRole.GRADIENT and isinstance(stats.source, GradientSource)
     if is_gradient and NORM_OVERFLOWS_AT < max(-stats.minimum, stats.maximum) < float("inf"):
         name = stats.source.name

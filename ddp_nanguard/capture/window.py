@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_nanguard.errors import Undone
+from ddp_nanguard.hooks.positions import LoaderPosition, Position
 from ddp_nanguard.tensors.containers import copy_containers, named_tensors_in, path_text
 from ddp_nanguard.tensors.dtypes import dtype_name
 from ddp_nanguard.tensors.minmax import kind_in
@@ -69,6 +70,8 @@ class AccumulationWindow:
         generators: registered random generators by name.
         other_devices: see `rng.other_devices`.
         calls: calls of the model and backward passes through them.
+        progress: where the loop is in its loader.
+        positions: of the batches that came through ``guard.steps``, one per micro-batch.
 
     Memory: references to the batches (copies with ``copy_batch`` or where ``hold="host"`` moves them off the device),
     and one copy of the floating buffers, and of others up to `SMALL_BYTES` each.
@@ -87,6 +90,9 @@ class AccumulationWindow:
         self.generators: dict[str, Any] = {}
         self.calls = ModelCalls(device, weights, copy_batch, modules, self.generators, self.other_devices)
 
+        self.progress = LoaderPosition()
+        self.positions: list[Position] = []
+
         # - Batches. Tensors kept by reference can be changed in place by the step, which would make the dump lie: their
         # versions tell
         self.micro_batches: list[MicroBatch] = []
@@ -103,7 +109,7 @@ class AccumulationWindow:
         """An empty window of the same kind, with the same generators."""
         other = copy.copy(self)
         other.micro_batches, other._versions, other._buffers, other._has_buffers = [], [], {}, False
-        other.reduced_micro_batches, other.calls = set(), self.calls.empty_copy()
+        other.reduced_micro_batches, other.positions, other.calls = set(), [], self.calls.empty_copy()
         other._copies = self._copies and self._copies.empty_copy()
         return other
 
@@ -127,6 +133,7 @@ class AccumulationWindow:
             len(self.micro_batches), kept, rng.capture(self._device, self.generators, self.other_devices)
         )
         self.micro_batches.append(micro_batch)
+        self.positions += [self.progress.now] if self.progress.now is not None else []
         # what is being copied may be written to meanwhile; copies that were waited for are as safe as others
         source = batch if self._copies is not None and not self._copies.is_ordered else kept
         self._versions.append([_Version(path, tensor) for path, tensor in named_tensors_in(source)])
@@ -231,7 +238,7 @@ class AccumulationWindow:
     def clear(self) -> None:
         """Forget the window; the memory of the buffers' copies stays for the next one."""
         self.end_copies()
-        self.micro_batches = []
+        self.micro_batches, self.positions = [], []
         self.reduced_micro_batches = set()
         self.calls.clear()
         self._versions = []

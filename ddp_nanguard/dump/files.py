@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -103,3 +104,21 @@ def write_text(root: Path, path: str, text: str) -> FileEntry:
 def write_json(root: Path, path: str, data: Any) -> FileEntry:
     """Write strict JSON: non-finite numbers as strings, objects that JSON does not know as their ``str()``."""
     return write_text(root, path, json.dumps(json_safe(data), indent=1, allow_nan=False, default=str) + "\n")
+
+
+def append_json(path: Path, data: Any) -> None:
+    """Append one line of strict JSON, as `write_json` writes it, whole or not at all, and sync it.
+
+    Raises:
+        OSError: it could not be written; what there was before is as it was.
+    """
+    line = json.dumps(json_safe(data), allow_nan=False, default=str).encode() + b"\n"
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        end = os.lseek(descriptor, 0, os.SEEK_END)
+        if os.write(descriptor, line) < len(line):  # one call: a line of another process does not get into it
+            os.ftruncate(descriptor, end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

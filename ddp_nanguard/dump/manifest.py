@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import dataclasses
 import importlib.metadata
@@ -22,12 +21,11 @@ from ddp_nanguard.report.text import report_text
 from ddp_nanguard.report.types import FaultReport
 from ddp_nanguard.tensors.dtypes import dtype_name
 
-from .batch_codec import pack, unpack
 from .files import list_file, write_json, write_text
-from .format import dtype_of, host_blocks, restored
 from .json_files import MAX_CONTENT_BYTES, well_formed
 from .names import FILES_JSON, MANIFEST, REPORT, STATE_JSON, FileEntry, rank_name, ranks_in
-from .rank_records import Device, InlineTensor, PlainState, RankFileList, UnpackedState
+from .plain_state import packed_state, unpacked_state
+from .rank_records import Device, PlainState, RankFileList, UnpackedState
 from .records import Manifest, Run, Settings, Weights, read_record, read_versioned, record_of
 from .request import DumpRequest
 
@@ -60,7 +58,7 @@ def write_shared_files(request: DumpRequest, dump: Path, final: Path, outcome: O
     notes = request.report.notes + tuple(f"replicas disagree: {line}" for line in outcome.replicas_disagree)
     report = dataclasses.replace(request.report, dump_path=str(final), notes=notes)
     files = [] if outcome.alone else _rank_entries(dump)
-    files.append(write_json(dump, STATE_JSON, _plain_state(request.plain_state).to_dict()))
+    files.append(write_json(dump, STATE_JSON, packed_state(request.plain_state).to_dict()))
     manifest = dataclasses.replace(
         manifest_of(request),
         report=report,
@@ -197,18 +195,6 @@ def device_of(device: torch.device) -> Device:
 # -- state.json ------------------------------------------------------------------------------------------------------
 
 
-def _plain_state(value: Any) -> PlainState:
-    """Pack a rank's plain state; its tensors are few and small, so they go into the JSON as base64."""
-    packed = pack(value)
-    tensors = {name: _inline(tensor) for name, tensor in packed.tensors.items()}
-    return PlainState(packed.structure, tensors, tuple(packed.notes))
-
-
-def _inline(tensor: torch.Tensor) -> InlineTensor:
-    data = b"".join(host_blocks(tensor))
-    return InlineTensor(dtype_name(tensor.dtype), tuple(tensor.shape), base64.b64encode(data).decode())
-
-
 def read_plain_state(dump: Path) -> dict[str, Any]:
     """The content of ``state.json``, unpacked; its fields are those of `UnpackedState`.
 
@@ -217,11 +203,6 @@ def read_plain_state(dump: Path) -> dict[str, Any]:
     """
     stored = read_record(dump, STATE_JSON, PlainState, MAX_CONTENT_BYTES)
     with well_formed(dump / STATE_JSON):
-        state: dict[str, Any] = unpack(stored.structure, {n: _outline(each) for n, each in stored.tensors.items()})
+        state: dict[str, Any] = unpacked_state(stored)
     record_of(dump / STATE_JSON, state, UnpackedState)
     return state
-
-
-def _outline(stored: InlineTensor) -> torch.Tensor:
-    data = torch.tensor(list(base64.b64decode(stored.base64)), dtype=torch.uint8, device="cpu")
-    return restored(data, dtype_of(stored.dtype)).reshape(stored.shape)

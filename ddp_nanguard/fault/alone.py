@@ -65,8 +65,8 @@ class SingleRankExit:
         # the step before this one was bad, or a peer has raised: then this exception is a consequence
         is_told = not record.is_current or (self._abort is not None and self._abort.is_set())
         is_told = is_told or not self._context.reach.answers
-        is_told = is_told or says_nonfinite(error)
-        if not is_told and not self._policy.has_findings(record, error) and not self._hears_of_peer():
+        is_seen = not is_told and self._policy.has_findings(record, error)
+        if not (is_told or is_seen or says_nonfinite(error) or self._hears_of_peer()):
             return None
         name = type(error).__name__
         if self._abort is not None:  # peers look at their own step at once, so that each can tell what all saw

@@ -33,10 +33,13 @@ from ddp_nanguard.report.types import CALLS_ONLY, FaultReport, Phase
 from ddp_nanguard.report.wording import listed
 from ddp_nanguard.second_look.look import Fault, Looked, look_again
 from ddp_nanguard.second_look.obstacles import of_the_report
+from ddp_nanguard.step.metrics import Counters
 from ddp_nanguard.wrappers.grad_scaler import ScalerSnapshot
 
 from .cause import explained, known_before, told_why
 from .dump_request import dump_request
+from .notices import Notices
+from .skip_lists import SkipLists
 from .unheard import Meet, report_without_collective
 
 _log = logging.getLogger(__name__)
@@ -55,6 +58,7 @@ class FaultPolicy:
         triage: tells what a verdict means.
         num_skips: steps that ``skip`` has skipped so far.
         num_warned: faults that ``warn`` has let through, by phase and layer.
+        skip_lists: what ``guard.steps`` passes over; a stop makes them longer.
     """
 
     def __init__(self, context: GuardContext) -> None:
@@ -63,9 +67,15 @@ class FaultPolicy:
         self.num_skips = 0
         self.num_warned: dict[tuple[str, str | None], int] = {}
         self._looked_at: dict[tuple[str, int | None], int] = {}
+        self._notices = Notices(context)
+        self.skip_lists = SkipLists(context)
         self._whole: tuple[Path, bool] | None = None  # the dump of this fault, and whether its report is this rank's
         # held while a fault is handled: the thread that hears of a peer's abort must not dump the same step once more
         self._busy = threading.Lock()
+
+    def counters(self) -> Counters:
+        """What has been skipped so far."""
+        return Counters(self.num_skips, self.triage.num_overflows)
 
     def on_clean(self) -> None:
         """See `VerdictHandler`."""
@@ -101,8 +111,9 @@ class FaultPolicy:
             cause=f"unknown: the guard could not look at it: {line_of(error)}",
             single_rank_view=True,
         )
-        seconds = config.timeout_s if ranks.world_size > 1 else 0.0
-        raise NonFiniteError(error_text(report, "", ""), report, config.exit_code, lambda: time.sleep(seconds))
+        seconds, text = config.timeout_s if ranks.world_size > 1 else 0.0, error_text(report, "", "")
+        self._notices.tell("stop", report, record, text)
+        raise NonFiniteError(text, report, config.exit_code, lambda: time.sleep(seconds))
 
     def _on_verdict(self, severity: Severity, record: StepRecord) -> Decision:
         judgement = self.triage.judge(severity, record)
@@ -146,6 +157,7 @@ class FaultPolicy:
             looked = self._looked(report, judgement, record, keep_gradients=True)
             if looked.must_stop:
                 return self._raise(_cannot_go_on(looked.report), record)
+            self._notices.tell("warn", looked.report, record, told)
         return Decision.PROCEED
 
     def _is_new(self, report: FaultReport) -> bool:
@@ -182,7 +194,9 @@ class FaultPolicy:
         if record.is_current:  # else the gradients are those of the next step
             self._clear_gradients()
         done = f"step {report.step} skipped on all ranks ({self.num_skips} of at most {context.config.max_skips})"
-        _say(logging.WARNING, f"{done}; dump {report.dump_path}" if report.dump_path else done)
+        told = f"{done}; dump {report.dump_path}" if report.dump_path else done
+        _say(logging.WARNING, told)
+        self._notices.tell("skip", report, record, told)
         return Decision.SKIP
 
     def _looks_at_skipped(self, report: FaultReport) -> bool:
@@ -220,7 +234,10 @@ class FaultPolicy:
         if isinstance(record.scaler, ScalerSnapshot):  # the scaler has been updated since
             context.undone.attempt("the scaler was not put back", record.scaler.restore, None)
         report = self._with_undone(report)
-        raise NonFiniteError(self._text(report), report, config.exit_code, context.ranks.barrier)
+        text = self._text(report)
+        self.skip_lists.forget()
+        self._notices.tell("stop", report, record, text)
+        raise NonFiniteError(text, report, config.exit_code, context.ranks.barrier)
 
     def _with_undone(self, report: FaultReport) -> FaultReport:
         """The report with what a rank could not do. Collective: `RankGroup.first_problem` on the fault group."""
@@ -323,9 +340,10 @@ class FaultPolicy:
         """Peers are gone, and this rank's main thread waits for them in the second look: end the process."""
         report = report if self.context.config.on_fault == "stop" else _cannot_go_on(report)
         self._amend(report, alone=True)
-        config = self.context.config
-        sys.stderr.write(f"{NonFiniteError.__name__}: {self._text(report)}\n")
-        exit_process(config.exit_code)
+        text = self._text(report)
+        sys.stderr.write(f"{NonFiniteError.__name__}: {text}\n")
+        self._notices.tell("stop", report, record, text)
+        exit_process(self.context.config.exit_code)
 
     # -- without peers -----------------------------------------------------------------------------------------------
 
@@ -381,6 +399,7 @@ class FaultPolicy:
             text = self._text(report)
             _say(logging.ERROR, text)
             tell_launcher(f"{NonFiniteError.__name__}: {text}", report.origin_rank)
+            self._notices.tell("stop", report, record, text)
             return report
 
     def dump_with_peer(self, record: StepRecord, text: str, meet: Meet) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Container, Iterable, Iterator, Sized
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +17,7 @@ from ddp_nanguard.tensors.containers import tensors_in
 from .autograd import in_backward
 from .nested import is_nested, is_running
 from .optimizers import inner_optimizers
+from .positions import LoaderPosition, Position
 from .weak import WeakHook
 
 _log = logging.getLogger(__name__)
@@ -150,20 +151,52 @@ class Steps:
     Args:
         loader: any iterable.
         events: told of each item.
+        progress: told of the position of each item.
+        epoch: number of the first iteration over it; None counts on.
+        start: index of the first item of that iteration.
+        passed_over: positions whose items are drawn and not handed out.
+
+    Raises:
+        ValueError: an argument does not fit.
     """
 
-    def __init__(self, loader: Iterable[Any], events: StepEvents) -> None:
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        events: StepEvents,
+        progress: LoaderPosition | None = None,
+        epoch: int | None = None,
+        start: int = 0,
+        passed_over: Container[Position] = (),
+    ) -> None:
         if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
             raise ValueError(f"guard.steps({type(loader).__name__}): give the loader, which is iterated for batches")
+        for name, number in (("epoch", epoch), ("start", start)):
+            if not (number is None and name == "epoch") and (type(number) is not int or number < 0):
+                raise ValueError(f"guard.steps({name}={number!r}) does not fit; give a whole number of at least 0")
         self._loader = loader
         self._events = events
+        self._progress = progress if progress is not None else LoaderPosition()
+        self._epoch, self._start = epoch, start
+        self._passed_over = passed_over
 
     def __iter__(self) -> Iterator[Any]:
         self._warn_of_open_window()
-        for batch in self._loader:
+        epoch, start = self._progress.begin_epoch(self._loader, self._epoch), self._start
+        self._epoch, self._start = None, 0  # the next iteration is the next epoch, from its beginning
+        for index, batch in enumerate(self._loader, start):
+            position = Position(epoch, index)
+            if position in self._passed_over:
+                continue
             if self._events.is_watching:
+                self._progress.now = position
                 batch = self._events.begin_micro_batch(batch)
             yield batch
+
+    @property
+    def position(self) -> Position | None:
+        """Epoch and index of the batch that was handed out last by the guard; None before the first one."""
+        return self._progress.now
 
     def __len__(self) -> int:
         if not isinstance(self._loader, Sized):

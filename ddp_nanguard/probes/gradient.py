@@ -56,6 +56,17 @@ class NormSource:
 
 
 @dataclass(frozen=True, slots=True)
+class ParameterNormSource:
+    """Source of a slot: the L2 norm of the gradient of one parameter after a backward pass.
+
+    Attributes:
+        name: clean name of the parameter.
+    """
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class TotalNormSource:
     """Source of a slot: the norm by which this rank's gradients were clipped."""
 
@@ -241,16 +252,29 @@ class GradientProbe:
     def _locals(self, tensors: list[Tensor]) -> list[Tensor]:
         return [tensor if type(tensor) is Tensor else self._local(tensor) for tensor in tensors]
 
-    def probe_norm(self) -> None:
+    def probe_norm(self, of_each: bool = False) -> None:
         """Reduce the L2 norm of this rank's gradients, or of its shards of them, as it is before clipping.
 
         One slot; no host read. Sparse gradients and other kinds that are not dense take no part.
+
+        Args:
+            of_each: whether the norm of each parameter gets a slot as well; ignored parameters get none.
         """
-        gradients = [self._local(parameter.grad) for _, parameter in self._parameters if parameter.grad is not None]
-        dense = [g if g.dtype is torch.float64 else g.float() for g in gradients if is_plain(g)]
+        local = [(name, self._local(p.grad)) for name, p in self._parameters if p.grad is not None]
+        dense = [(name, g if g.dtype is torch.float64 else g.float()) for name, g in local if is_plain(g)]
         if dense:
-            norms = torch._foreach_norm(dense, 2.0)
+            norms = torch._foreach_norm([gradient for _, gradient in dense], 2.0)
             self.slots.reduce(SlotRole.NORM, torch.linalg.vector_norm(torch.stack(norms)), NormSource())
+            if of_each:
+                self._take_norms_of_each([name for name, _ in dense], norms)
+
+    def _take_norms_of_each(self, names: list[str], norms: Sequence[Tensor]) -> None:
+        kept = [(name, norm) for name, norm in zip(names, norms, strict=True) if not self._is_ignored(name)]
+        if kept:
+            sources = [ParameterNormSource(name) for name, _ in kept]
+            self.slots.take_norms(
+                torch.stack([norm for _, norm in kept]), [SlotRole.PARAMETER_NORM] * len(kept), sources
+            )
 
     def probe_unhooked(self) -> None:
         """Look at gradients that were assigned by hand, or changed in place (clipped) since a hook saw them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddp_nanguard.config import GuardConfig
 from ddp_nanguard.tensors.accelerator import on_device
 
 from .slot_pages import SlotPage
@@ -39,18 +40,20 @@ class Severity(enum.IntEnum):
 class SeverityReducer:
     """Reduces the slots of the open window to this rank's severity, on the device, without a host read.
 
-    Three things are a warning: a gradient norm beyond ``grad_norm_warn``; gradients whose norm overflows float32, which
+    A warning are: a norm or a loss beyond the option that limits it; gradients whose norm overflows float32, which
     clipping would turn into zeros; a bad buffer that DDP has overwritten.
 
     Args:
         slots: of the rank.
         device: on which the severity is wanted, that of the verdict's collective.
         has_scaler: whether a GradScaler skips non-finite gradients by itself.
-        norm_limit: the option ``grad_norm_warn``; None warns of no norm.
+        warn_limits: by role, the number beyond which a slot is worth a warning; see `warn_limits`.
     """
 
-    def __init__(self, slots: SlotBuffer, device: torch.device, has_scaler: bool, norm_limit: float | None) -> None:
-        self._norm_limit = norm_limit
+    def __init__(
+        self, slots: SlotBuffer, device: torch.device, has_scaler: bool, warn_limits: Mapping[SlotRole, float]
+    ) -> None:
+        self._warn_limits = warn_limits
         self._slots = slots
         self._device = device
         self._has_scaler = has_scaler
@@ -106,7 +109,7 @@ class SeverityReducer:
         # a comparison within one dtype takes half the time; that of half precision is float32 as well
         dtype = torch.float64 if kept is torch.float64 else torch.float32
         # the squares of a norm overflow float64 only beyond 1e154, which is not worth a warning
-        warn_role = SlotRole.GRADIENT if kept is not torch.float64 else None
+        warns = dict(self._warn_limits) | ({} if kept is torch.float64 else {SlotRole.GRADIENT: NORM_OVERFLOWS_AT})
         largest = torch.finfo(dtype).max
         # alike slots in a row: of a minimum and a maximum, or of a screen, which has nothing but an upper end
         runs = [(role, width, len(list(same))) for (role, width), same in groupby(roles)]
@@ -126,15 +129,13 @@ class SeverityReducer:
             limits=torch.stack(
                 (
                     row(lambda role, is_upper: self._range(role, largest)[is_upper], dtype),
-                    row(lambda role, is_upper: NORM_OVERFLOWS_AT, dtype),
+                    row(lambda role, is_upper: _warn_limit(warns, role, is_upper), dtype),
                 )
             ),
             levels=torch.stack(
                 (
                     row(lambda role, is_upper: int(self._level(role)), torch.int64),
-                    row(
-                        lambda role, is_upper: int(Severity.WARN if role is warn_role else Severity.CLEAN), torch.int64
-                    ),
+                    row(lambda role, is_upper: int(Severity.WARN if role in warns else Severity.CLEAN), torch.int64),
                 )
             ),
             clean=torch.zeros((), dtype=torch.int64, device=device),
@@ -156,10 +157,8 @@ class SeverityReducer:
             role: of the slot.
             largest: the largest finite number.
         """
-        if role is SlotRole.OPEN:
+        if role in (SlotRole.OPEN, SlotRole.NORM, SlotRole.PARAMETER_NORM):
             return math.inf, math.inf
-        if role is SlotRole.NORM:
-            return math.inf, math.inf if self._norm_limit is None else self._norm_limit
         return (math.inf if role in ONE_SIDED else largest), largest
 
     def _level(self, role: SlotRole) -> Severity:
@@ -170,7 +169,7 @@ class SeverityReducer:
                 return Severity.OVERFLOW if self._has_scaler else Severity.FAULT
             case SlotRole.EVIDENCE | SlotRole.OUTPUT:
                 return Severity.CLEAN
-            case SlotRole.WARN | SlotRole.NORM:
+            case SlotRole.WARN | SlotRole.NORM | SlotRole.PARAMETER_NORM:
                 return Severity.WARN
             case _:
                 return Severity.FAULT
@@ -215,6 +214,23 @@ class _Limits:
 
 _ENDS = {1: (True,), 2: (False, True)}
 """Which ends the numbers of a slot are, by their number: a norm has an upper end only."""
+
+
+def warn_limits(config: GuardConfig) -> dict[SlotRole, float]:
+    """The options that limit a norm or a loss, by the role of its slots; those that are None have none."""
+    limits = {
+        SlotRole.NORM: config.grad_norm_warn,
+        SlotRole.PARAMETER_NORM: config.parameter_norm_warn,
+        SlotRole.LOSS: config.loss_warn,
+    }
+    return {role: limit for role, limit in limits.items() if limit is not None}
+
+
+def _warn_limit(limits: Mapping[SlotRole, float], role: SlotRole, is_upper: bool) -> float:
+    """The largest number of a slot, or negated minimum, that is not worth a warning."""
+    if role is SlotRole.LOSS and not is_upper:  # a loss may be as small as it likes
+        return math.inf
+    return limits.get(role, math.inf)
 
 
 def _repeated(numbers: list[float], count: int, dtype: torch.dtype, device: torch.device) -> Tensor:

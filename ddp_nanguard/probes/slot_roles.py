@@ -22,6 +22,8 @@ class SlotRole(enum.IntEnum):
     """Gradients of parameters that no optimizer holds: no scaler looks at them."""
     NORM = 7
     """The gradient norm; only its size counts."""
+    PARAMETER_NORM = 10
+    """That of one parameter."""
     WARN = 6
     """Worth a warning, never a trigger; -inf is allowed."""
     OPEN = 9

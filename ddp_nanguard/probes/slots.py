@@ -7,6 +7,7 @@ one per device and dtype. The host reads nothing until `SlotBuffer.slot_stats`, 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ class SlotStats(NamedTuple):
         minimum, maximum: over all elements; NaN if any element is. Of a screen its norm, negated and as it is: no
             element is beyond these, and they are non-finite whenever an element is.
         is_screen: whether it is a norm, which finite elements can overflow.
+        kind: device and dtype of its numbers; of a minimum and maximum also those of what was looked at. None where
+            that is not known: in compiled code.
     """
 
     order: int
@@ -43,6 +46,12 @@ class SlotStats(NamedTuple):
     minimum: float
     maximum: float
     is_screen: bool = False
+    kind: tuple[torch.device, torch.dtype] | None = None
+
+    @property
+    def is_euclidean(self) -> bool:
+        """Whether it is a 2-norm: on an accelerator a screen is the largest element, see [Note: screens]."""
+        return self.is_screen and self.kind is not None and self.kind[0].type == "cpu"
 
 
 @dataclass(frozen=True)
@@ -217,18 +226,51 @@ class SlotBuffer:
 
 
 def _sorted_stats(pages: Iterable[SlotTable]) -> list[SlotStats]:
-    return sorted((stats for page in pages for stats in _stats(page)), key=lambda stats: stats.order)
+    return sorted(
+        (stats for page in pages for stats in _stats(page, page.values.tolist())), key=lambda stats: stats.order
+    )
 
 
-def _stats(table: SlotTable) -> Iterator[SlotStats]:
-    numbers = iter(table.values.tolist())
+def stats_together(tables: Sequence[SlotTable], more: Sequence[Tensor] = ()) -> tuple[list[SlotStats], list[float]]:
+    """The slots of several tables in execution order, and further numbers of shape (), by one read of each device.
+
+    Host sync: one per accelerator; one per table on a device that has no float64.
+    """
+    values = [table.values for table in tables] + [number.detach().view(1) for number in more]
+    rows = _read(values)
+    found = [stats for table, row in zip(tables, rows, strict=False) for stats in _stats(table, row)]
+    return sorted(found, key=lambda stats: stats.order), [number for row in rows[len(tables) :] for number in row]
+
+
+def _read(values: list[Tensor]) -> list[list[float]]:
+    """Each tensor of shape (numbers,) as a list."""
+    rows: dict[int, list[float]] = {}
+    for device in {tensor.device for tensor in values}:
+        indices = [index for index, tensor in enumerate(values) if tensor.device == device]
+        rows |= zip(indices, _read_together([values[index] for index in indices]), strict=True)
+    return [rows[index] for index in range(len(values))]
+
+
+def _read_together(values: list[Tensor]) -> list[list[float]]:
+    if len(values) < 2:
+        return [tensor.tolist() for tensor in values]
+    try:
+        together = torch.cat([tensor.to(torch.float64) for tensor in values]).tolist()
+    except TypeError:  # what a device says that has no float64
+        return [tensor.tolist() for tensor in values]
+    ends = itertools.accumulate(map(len, values), initial=0)
+    return [together[start:end] for start, end in itertools.pairwise(ends)]
+
+
+def _stats(table: SlotTable, row: list[float]) -> Iterator[SlotStats]:
+    numbers, kind = iter(row), (table.values.device, table.values.dtype)
     for group in table.groups:
         for order, role, source in group.in_slots():
             first = next(numbers)
             if group.width == 2:
-                yield SlotStats(order, source, role, first, next(numbers))
+                yield SlotStats(order, source, role, first, next(numbers), False, kind)
             else:
-                yield SlotStats(order, source, role, -first, first, True)
+                yield SlotStats(order, source, role, -first, first, True, kind)
 
 
 def _as_they_are(slot_stats: list[SlotStats]) -> list[SlotStats]:

@@ -24,7 +24,7 @@ def fingerprint(report: FaultReport) -> str:
 def fault_text(site: Site) -> str:
     """What the fingerprint stands for, in one line: ``forward · layers.2.act · output: NaN``."""
     layer = [layer_text(site.layer)] if site.layer is not None else []
-    return f"{' · '.join([str(site.phase), *layer, site.slot])}: {KIND_WORDS[site.kind]}"
+    return f"{' · '.join([str(site.phase), *layer, site.slot or 'batch'])}: {KIND_WORDS[site.kind]}"
 
 
 def _key(site: Site) -> list[object]:

@@ -25,6 +25,8 @@ from ddp_nanguard.probes.severity import Severity
 from ddp_nanguard.probes.slots import PastStep
 from ddp_nanguard.probes.state import state_of
 
+from .metrics import MetricsLog
+
 _NEVER = 1 << 30
 
 
@@ -43,8 +45,13 @@ class DeferredVerdict:
     Args:
         context: of the guard.
 
+    Attributes:
+        metrics: for the user's logger; None without one.
+
     Host sync: one read per step of a value that has long arrived.
     """
+
+    metrics: MetricsLog | None = None
 
     def __init__(self, context: GuardContext) -> None:
         self._context = context
@@ -79,6 +86,8 @@ class DeferredVerdict:
                 handler.on_verdict(severity, pending.record)
                 # the next window began with the buffers that the bad step left behind
                 self._context.window.repair_buffer_copies(pending.record.window)
+            if self.metrics is not None:
+                self.metrics.after_verdict(pending.record, pending.slots)
         finally:
             pending.record.window.clear()
 

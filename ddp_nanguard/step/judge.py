@@ -8,8 +8,10 @@ from ddp_nanguard.blame.triage import Decision, VerdictHandler
 from ddp_nanguard.context import GuardContext
 from ddp_nanguard.distributed.verdict import Verdict
 from ddp_nanguard.probes.coverage import HookCheck
-from ddp_nanguard.probes.severity import Severity, SeverityReducer
+from ddp_nanguard.probes.severity import Severity, SeverityReducer, warn_limits
 from ddp_nanguard.report.types import Phase
+
+from .metrics import MetricsLog
 
 
 class StepJudge:
@@ -18,13 +20,18 @@ class StepJudge:
     Args:
         context: of the guard.
         handler: acts on verdicts.
+
+    Attributes:
+        metrics: for the user's logger; None without one.
     """
 
+    metrics: MetricsLog | None = None
+
     def __init__(self, context: GuardContext, handler: VerdictHandler) -> None:
-        has_scaler, norm_limit = context.scaler is not None, context.config.grad_norm_warn
+        has_scaler, limits = context.scaler is not None, warn_limits(context.config)
         self._context = context
         self._handler = handler
-        self._severity = SeverityReducer(context.slots, context.device, has_scaler, norm_limit)
+        self._severity = SeverityReducer(context.slots, context.device, has_scaler, limits)
         self._hook_check = HookCheck(context.forward, context.slots) if context.forward.watched.layers else None
 
     def ask_all_ranks(self, step: int, ran_backward: bool, closes: bool = False, weights_too: bool = False) -> Verdict:
@@ -63,6 +70,8 @@ class StepJudge:
             self._handler.on_clean()
         else:
             decision = self._handler.on_verdict(severity, context.record(step))
+        if self.metrics is not None and self.metrics.is_due(step):
+            self.metrics.after_verdict(context.record(step))
         # what was bad must not enter the history: blame takes what is non-finite in there for legitimate
         if decision is Decision.CLEAN:
             context.keep_clean_step(step)

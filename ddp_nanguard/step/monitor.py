@@ -30,6 +30,7 @@ from .counter import MonitorStepCounter
 from .deferred import DeferredVerdict
 from .forward import ModelForward
 from .judge import StepJudge
+from .metrics import MetricsLog
 from .stage import LastVerdict, StepStage
 from .unjudged import UnjudgedUpdates
 
@@ -217,8 +218,8 @@ class StepMonitor:
         else:
             # the local gradients, looked at already, are what the update will use
             context.gradient.mark_checked(looked)
-        if context.config.grad_norm_warn is not None:
-            context.gradient.probe_norm()
+        if context.config.looks_at_norms:
+            context.gradient.probe_norm(of_each=context.config.parameter_norm_warn is not None)
 
     # -- 5. the verdict ------------------------------------------------------------------------------------------------
 
@@ -372,6 +373,12 @@ class StepMonitor:
         self.stage = StepStage.JUDGED
 
     # -- on and off ----------------------------------------------------------------------------------------------------
+
+    def log_to(self, metrics: MetricsLog) -> None:
+        """From now on hand numbers of some steps to the user's logger."""
+        self._judge.metrics = metrics
+        if self._deferred is not None:
+            self._deferred.metrics = metrics
 
     def attach(self) -> None:
         """Put the hooks on."""

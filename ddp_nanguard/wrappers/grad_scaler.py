@@ -27,6 +27,9 @@ OnLoss = Callable[[Any], None]
 class ScalerState(Protocol):
     """A scaler as it is now, or as it was in an earlier step."""
 
+    def scale(self) -> Tensor | None:
+        """The scale on its device, float32, shape (); None before the first ``scaler.scale``. Host sync: none."""
+
     def state(self) -> dict[str, Any]:
         """Scale and growth tracker as plain numbers. Host sync: two; fault path only."""
 
@@ -136,6 +139,10 @@ class ScalerSnapshot:
     def __init__(self, scaler: GradScaler, tensors: tuple[Tensor, Tensor] | None) -> None:
         self._scaler = scaler
         self._tensors = tensors
+
+    def scale(self) -> Tensor | None:
+        """As of a `WatchedScaler`, in that step."""
+        return None if self._tensors is None else self._tensors[0]
 
     def restore(self) -> None:
         """Write scale and tracker back into the scaler. Host sync: none."""

@@ -101,3 +101,18 @@ def test_a_handful_of_kernels_looks_at_every_tensor(simulated: str) -> None:
         assert per_step == dict.fromkeys(
             ("aten::aminmax", "aten::cat", "aten::mul", "aten::le", "aten::where", "aten::max", "aten::addcmul"), 1
         )
+
+
+def _ignore(step: int, metrics: dict[str, float]) -> None: ...
+
+
+def _logged(rank: int, world_size: int) -> Any:
+    """With a logger that no counted step calls, and with one that step 8 calls, of two pages of slots."""
+    common: dict[str, Any] = {"wrapper": "plain", "sets_device": False, "num_blocks": 1, "number": 1.0}
+    return [_asked(rank, world_size, on_metrics=_ignore, log_every=each, **common) for each in (100, 8)]
+
+
+def test_a_logger_asks_for_one_wait_in_a_logged_step_and_none_in_others(simulated: str) -> None:
+    ((silent, logged),) = run_ranks(_logged, 1, 60, device=simulated)
+    assert silent["waits"] == {"D2H wait": STEPS}
+    assert logged == {**silent, "waits": {"D2H wait": STEPS + 1}}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import cost_model, counts, fault_round, gpu, memory, profile_step
+from benchmarks import articles, cost_model, counts, fault_round, gpu, memory, profile_step
 from benchmarks.counts import Found
 from benchmarks.workloads import Case
 from ddp_nanguard.report.types import MAX_SITES
@@ -99,6 +99,11 @@ def test_the_gpu_script_runs_without_a_gpu() -> None:
         assert found["eager"][verdict]["pairs"] == gpu.SHORT.pairs, found["eager"]
 
 
+def _articles(rank: int, world_size: int) -> str:
+    ways = [articles.Watch(), articles.Guard("NanGuard", layers="every"), articles.Anomaly()]
+    return articles.table(articles.measured(ways, rounds=2))
+
+
 def test_what_the_profile_of_a_step_times_is_called_in_one() -> None:
     (rows,) = run_ranks(_profile, world_size=1)
     assert not [label for label, row in rows.items() if row["calls"] < 1], rows
@@ -107,3 +112,11 @@ def test_what_the_profile_of_a_step_times_is_called_in_one() -> None:
 def _profile(rank: int, world_size: int) -> dict[str, dict[str, float]]:
     profile_step.WARM_UP, profile_step.STEPS = 1, 1
     return profile_step.profile("mlp")["rows"]  # type: ignore[no-any-return]
+
+
+def test_the_benchmark_of_the_article_runs() -> None:
+    (table,) = run_ranks(_articles, world_size=1)
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
+    assert [row[0] for row in rows] == ["way", "---|---|---|---|---", "unguarded", "NanGuard", "detect_anomaly"]
+    assert all(float(cell) > 0 for row in rows[2:] for cell in row[1:])
+    assert rows[2][2] == rows[2][4] == "1.00"

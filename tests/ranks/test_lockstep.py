@@ -179,3 +179,5 @@ def test_a_rank_that_raises_on_its_own_does_not_leave_its_peers_waiting(tmp_path
     assert outcomes[1].error_type == "ValueError"
     assert "a validator of the user's own" in outcomes[1].output
     assert list((tmp_path / "dumps").rglob("rank-00001")), "the rank that raised left no dump"
+    (line,) = (tmp_path / "dumps" / "skips.jsonl").read_text().splitlines()
+    assert '"action": "stop", "step": 1' in line

@@ -15,13 +15,14 @@ def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tmp_path_factory.mktemp("misfit"), "in_main.py", "--accumulate", "2")
 
 
-def test_an_object_of_another_rank_has_no_answer_but_as_that_rank(dump: Path) -> None:
-    lost = replay(dump, str(SCRIPTS / "in_main.py"), "--accumulate", "2", "--share")
+def test_a_script_that_waits_for_an_object_of_another_rank_is_started_again_as_that_rank(dump: Path) -> None:
+    lost = replay(dump, str(SCRIPTS / "in_main.py"), "--accumulate", "2", "--share", options=("--as-rank", "1"))
     assert (lost.code, lost.outcome["outcome"]) == (5, "cannot"), lost
     assert "broadcast_object_list for an object of rank 0" in lost.outcome["reason"]
     assert "--as-rank 0" in lost.outcome["reason"]
     assert lost.outcome["recorded"]["phase"] == "loss"
-    found = replay(dump, str(SCRIPTS / "in_main.py"), "--accumulate", "2", "--share", options=("--as-rank", "0"))
+    found = replay(dump, str(SCRIPTS / "in_main.py"), "--accumulate", "2", "--share")
+    assert "started again as that rank" in found.output
     assert (found.code, found.outcome["outcome"], found.outcome["rank"]) == (0, "same", 1), found
 
 

@@ -119,3 +119,11 @@ def _is_of_a_library(name: str) -> bool:
     except (ImportError, AttributeError):
         return False
     return "." in name
+
+
+def test_every_test_that_the_page_on_articles_names_is_there() -> None:
+    text = (REPOSITORY / "docs/articles.md").read_text()
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
+    rows = [line for line in text.splitlines() if line.startswith("|") and "::" in line]
+    assert len(named) == len(rows) >= 50
+    assert not [(path, name) for path, name in named if f"def {name}(" not in (REPOSITORY / path).read_text()]

@@ -31,7 +31,8 @@ FLOORS = (
     ("second_look",),
     ("fault", "script"),
     ("guard",),
-    ("testing", "cli", "integrations"),
+    ("testing", "cli", "loggers"),
+    ("integrations",),
     ("__init__", "__main__"),
 )
 """Rooms: folders, and modules of the root. One imports from the floors below it, and from nowhere else."""

@@ -36,7 +36,7 @@ def test_slots_of_compiled_layers_hold_what_the_device_has(value: float, severit
         compiled = CompiledSlots(["layer"], CPU, probes_gradients=True)
         accumulate(compiled.after("layer"), torch.tensor([1.0, value]))
         compiled.move_to(slots, 0)
-        found = SeverityReducer(slots, CPU, has_scaler=False, norm_limit=None).severity(Severity.CLEAN)
+        found = SeverityReducer(slots, CPU, has_scaler=False, warn_limits={}).severity(Severity.CLEAN)
     assert int(found) == severity
     assert [stats.maximum for stats in slots.slot_stats() if stats.maximum >= 1.0] == [value]
 
