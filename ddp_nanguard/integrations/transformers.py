@@ -1,0 +1,208 @@
+"""transformers' Trainer, and those that derive from it (TRL): `NanGuardCallback`, `guard_trainer`.
+
+A callback of transformers is given neither the model that the loop calls, nor the batch, nor the loss, and is not told
+of exceptions. So this one takes the trainer, as TRL's own do, and while training runs wraps two methods on the
+trainer's own object, ``compute_loss`` and ``_save_checkpoint``, and one of its accelerator, ``backward``; ``train`` is
+wrapped for good, to see what it raises.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Trainer, TrainerCallback
+
+from ddp_nanguard.config import ENV_REPLAY
+from ddp_nanguard.errors import NonFiniteError
+from ddp_nanguard.guard import NanGuard
+
+from .accelerate import WatchedBackward
+
+
+def guard_trainer(trainer: Trainer, **options: Any) -> Trainer:
+    """Give a trainer its guard: ``trainer = guard_trainer(Trainer(...), dump_dir="nan_dumps")``.
+
+    Args:
+        trainer: whatever its class; it is changed, not copied.
+        options: of `NanGuardCallback`.
+
+    Returns:
+        ``trainer``.
+    """
+    trainer.add_callback(NanGuardCallback(trainer, **options))
+    return trainer
+
+
+class NanGuardCallback(TrainerCallback):
+    """Guards ``trainer.train`` with a `NanGuard`: ``trainer.add_callback(NanGuardCallback(trainer))``.
+
+    A dump needs no recipe: ``ddp-nanguard replay DUMP -- python train.py`` runs the step in the script's own trainer,
+    as the rank where it began, alone in one process.
+
+    Args:
+        trainer: that it is a callback of.
+        replay_from: a dump whose step this trainer runs instead of training, on as many ranks as it is of; the process
+            ends with its outcome. None trains.
+        options: of `NanGuard`: ``dump_dir=``, ``on_fault=`` and so on.
+
+    Attributes:
+        guard: while training runs, else None.
+
+    Raises:
+        ValueError: on every rank when training starts, as from `NanGuard`.
+        NonFiniteError: on every rank, out of ``trainer.train``.
+
+    Collective: those of `NanGuard`, and those of ``guard.check()`` before each checkpoint.
+    """
+
+    def __init__(self, trainer: Trainer, *, replay_from: str | os.PathLike[str] | None = None, **options: Any) -> None:
+        self.guard: NanGuard | None = None
+        self._trainer: Any = trainer
+        self._replay_from = replay_from
+        self._options = options
+        self._wrapped: _WrappedTrainer | None = None
+        self._train = self._trainer.train
+        self._trainer.train = self._watched_train
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Prepared, and restored from a checkpoint: only now is all there that is guarded."""
+        self._leave(_TrainsAgain())
+        if self._replay_from is not None:
+            os.environ.setdefault(ENV_REPLAY, os.fspath(self._replay_from))
+        trainer = self._trainer
+        options = {"first_step": state.global_step, **self._options}
+        self.guard = NanGuard(trainer.model_wrapped, trainer.optimizer, scaler=trainer.accelerator.scaler, **options)
+        self._wrapped = _WrappedTrainer(self.guard, trainer)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Judge the last update."""
+        guard = self.guard
+        self._unwrap()
+        if guard is not None:
+            guard.close()
+        self.guard = None
+
+    def _watched_train(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._train(*args, **kwargs)
+        except BaseException as error:
+            self._leave(error)
+            raise
+
+    def _leave(self, error: BaseException) -> None:
+        """Now, since nobody may ask again: a notebook, or a launcher that catches what its processes raise."""
+        guard, self.guard = self.guard, None
+        self._unwrap()
+        if guard is None:
+            return
+        if self._trainer.args.world_size == 1 and isinstance(error, Exception):
+            # no peer waits: a notebook goes on; uncaught in a script, the guard is asked as ever
+            guard.__exit__(type(error), error, error.__traceback__)
+        else:
+            guard.on_exception(error)
+
+    def _unwrap(self) -> None:
+        if self._wrapped is not None:
+            self._wrapped.undo()
+            self._wrapped = None
+
+
+class _TrainsAgain(BaseException):
+    """The guard of a training that was given up, without a word to its peers: ``auto_find_batch_size``."""
+
+
+class _WrappedTrainer:
+    """Methods of a trainer that tell the guard, until `undo`."""
+
+    def __init__(self, guard: NanGuard, trainer: Any) -> None:
+        self._guard = guard
+        self._trainer = trainer
+        self._is_inside = False
+        self._own = {name: getattr(trainer, name) for name in ("compute_loss", "_save_checkpoint")}
+        self._hidden = {name: trainer.__dict__[name] for name in self._own if name in trainer.__dict__}
+        trainer.compute_loss = self.compute_loss
+        trainer._save_checkpoint = self.save_checkpoint
+        self._backward = WatchedBackward(guard, trainer.accelerator)
+
+    def undo(self) -> None:
+        """The trainer's own methods, which those on the object hide."""
+        self._backward.undo()
+        for name in self._own:
+            self._trainer.__dict__.pop(name, None)
+        self._trainer.__dict__.update(self._hidden)
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """The trainer's loss on a batch that the guard knows; evaluation, and other models, are none of its business."""
+        own = self._own["compute_loss"]
+        is_step = torch.is_grad_enabled() and model is self._trainer.model_wrapped and model.training
+        if not is_step or self._is_inside:
+            return own(model, inputs, *args, **kwargs)
+        self._is_inside = True
+        try:
+            step = _Step(own, inputs, args, kwargs)
+            result, loss = step.run(self._guard)
+        finally:
+            self._is_inside = False
+        if loss is not None:
+            self._backward.knows(loss)
+        return result
+
+    def save_checkpoint(self, model: Any, trial: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Only weights that are known to be good are written down."""
+        trainer = self._trainer
+        path = os.path.join(trainer._get_output_dir(trial=trial), f"checkpoint-{trainer.state.global_step}")
+        self._guard.check(checkpoint=path)
+        return self._own["_save_checkpoint"](model, trial, *args, **kwargs)
+
+
+class _Step:
+    """One ``compute_loss`` as `NanGuard.run` takes it: it gives the loss, and can be run a second time."""
+
+    def __init__(self, own: Callable[..., Any], inputs: Any, args: Any, kwargs: Any) -> None:
+        self._own, self._args, self._kwargs = own, args, kwargs
+        self._inputs = inputs  # the trainer's own, for the first run: a loss may take out its labels, or add to it
+        self._kind = type(inputs)
+        self._output: Any = None
+        self._has_run = False
+
+    def run(self, guard: NanGuard) -> tuple[Any, Tensor | None]:
+        """What ``compute_loss`` returns, and the loss in it, known to the guard; None where there is none."""
+        is_mapping = isinstance(self._inputs, Mapping)
+        kept = {"inputs": dict(self._inputs) if is_mapping else self._inputs}
+        if "num_items_in_batch" in self._kwargs:
+            kept["num_items_in_batch"] = self._kwargs["num_items_in_batch"]
+        batch = guard.begin(kept)
+        if batch is not kept:  # a replay, or a fault that is planted
+            self._inputs = None
+        try:
+            loss = guard.run(self._loss, batch)
+        except _NoLossError:
+            return self._output, None
+        finally:
+            output, self._output = self._output, None
+        return (loss, *output[1:]) if isinstance(output, tuple) else loss, loss
+
+    def _loss(self, model: Any, batch: dict[str, Any]) -> Tensor:
+        kwargs = {**self._kwargs, **{name: value for name, value in batch.items() if name != "inputs"}}
+        output = self._own(model, self._own_inputs(batch["inputs"]), *self._args, **kwargs)
+        if not self._has_run:
+            self._has_run, self._output = True, output
+        loss = output[0] if isinstance(output, tuple) and output else output
+        if not isinstance(loss, Tensor):
+            raise _NoLossError
+        return loss
+
+    def _own_inputs(self, given: Any) -> Any:
+        inputs, self._inputs = self._inputs, None
+        if inputs is not None:
+            return inputs
+        # of the trainer's own kind, as a tokenizer's, and a copy: what is taken out of it stays in the dump
+        return self._kind(given) if issubclass(self._kind, Mapping) else given
+
+
+class _NoLossError(Exception):
+    """``compute_loss`` gave no tensor: the trainer's own affair."""
