@@ -8,6 +8,7 @@ wrapped for good, to see what it raises.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,17 +18,19 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback
 
 from ddp_nanguard.config import ENV_REPLAY
-from ddp_nanguard.errors import NonFiniteError
 from ddp_nanguard.guard import NanGuard
 
-from .accelerate import WatchedBackward
+from .engines import OnObject, WatchedBackward, WatchedEngine
+
+NUMBER = "num_items_in_batch"
+"""Of the labels in the whole window, on all ranks: an argument of ``training_step`` and ``compute_loss``."""
 
 
 def guard_trainer(trainer: Trainer, **options: Any) -> Trainer:
-    """Give a trainer its guard: ``trainer = guard_trainer(Trainer(...), dump_dir="nan_dumps")``.
+    """A trainer with its guard, in one line: ``trainer = guard_trainer(Trainer(...), dump_dir="nan_dumps")``.
 
     Args:
-        trainer: whatever its class; it is changed, not copied.
+        trainer: of any class; it is changed, not copied.
         options: of `NanGuardCallback`.
 
     Returns:
@@ -65,7 +68,7 @@ class NanGuardCallback(TrainerCallback):
         self._replay_from = replay_from
         self._options = options
         self._wrapped: _WrappedTrainer | None = None
-        self._train = self._trainer.train
+        self._train = trainer.train
         self._trainer.train = self._watched_train
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -122,64 +125,116 @@ class _WrappedTrainer:
         self._guard = guard
         self._trainer = trainer
         self._is_inside = False
-        self._own = {name: getattr(trainer, name) for name in ("compute_loss", "_save_checkpoint")}
-        self._hidden = {name: trainer.__dict__[name] for name in self._own if name in trainer.__dict__}
-        trainer.compute_loss = self.compute_loss
-        trainer._save_checkpoint = self.save_checkpoint
+        owns = _owns_its_step(type(trainer))
+        step = {"training_step": self.training_step} if owns else {"compute_loss": self.compute_loss}
+        self._methods = OnObject(trainer, _save_checkpoint=self.save_checkpoint, **step)
         self._backward = WatchedBackward(guard, trainer.accelerator)
+        self._engine = WatchedEngine(guard, trainer.model_wrapped) if trainer.is_deepspeed_enabled else None
 
     def undo(self) -> None:
         """The trainer's own methods, which those on the object hide."""
         self._backward.undo()
-        for name in self._own:
-            self._trainer.__dict__.pop(name, None)
-        self._trainer.__dict__.update(self._hidden)
+        self._methods.undo()
+        if self._engine is not None:
+            self._engine.undo()
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """The trainer's loss on a batch that the guard knows; evaluation, and other models, are none of its business."""
-        own = self._own["compute_loss"]
+        """The trainer's loss on a batch that the guard knows; evaluation and other models are not looked at."""
+        own = self._methods.own["compute_loss"]
         is_step = torch.is_grad_enabled() and model is self._trainer.model_wrapped and model.training
         if not is_step or self._is_inside:
             return own(model, inputs, *args, **kwargs)
         self._is_inside = True
         try:
-            step = _Step(own, inputs, args, kwargs)
-            result, loss = step.run(self._guard)
+            result, loss = _Step(own, _Batch(inputs, args, kwargs, position=1)).run(self._guard)
         finally:
             self._is_inside = False
         if loss is not None:
             self._backward.knows(loss)
         return result
 
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """A step that makes its loss itself; ``backward`` sees it."""
+        batch = _Batch(inputs, args, kwargs, position=0)
+        begun = self._guard.begin(batch.kept)
+        inputs, args, kwargs = batch.arguments(begun)
+        return self._methods.own["training_step"](model, inputs, *args, **kwargs)
+
     def save_checkpoint(self, model: Any, trial: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Only weights that are known to be good are written down."""
         trainer = self._trainer
         path = os.path.join(trainer._get_output_dir(trial=trial), f"checkpoint-{trainer.state.global_step}")
         self._guard.check(checkpoint=path)
-        return self._own["_save_checkpoint"](model, trial, *args, **kwargs)
+        return self._methods.own["_save_checkpoint"](model, trial, *args, **kwargs)
+
+
+def _owns_its_step(kind: type) -> bool:
+    """Whether a class of trainer has a ``training_step`` that neither calls ``compute_loss`` nor its parent's."""
+    for each in kind.__mro__:
+        code = getattr(inspect.unwrap(vars(each).get("training_step", _nothing)), "__code__", None)
+        if code is None or code is _nothing.__code__:
+            continue
+        if "training_step" not in code.co_names:
+            return "compute_loss" not in code.co_names
+    return False
+
+
+def _nothing() -> None:
+    return None
+
+
+class _Batch:
+    """What a method of the trainer is given: ``inputs``, and the number of items if it is among the arguments.
+
+    Args:
+        inputs: of the micro-batch.
+        args, kwargs: what follows it.
+        position: among ``args``, of the number of items.
+
+    Attributes:
+        kept: what the guard keeps of it, of plain containers.
+    """
+
+    def __init__(self, inputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any], position: int) -> None:
+        self._inputs, self._args, self._kwargs, self._position = inputs, args, kwargs, position
+        self._kind: Any = type(inputs)
+        self.kept = {"inputs": dict(inputs) if isinstance(inputs, Mapping) else inputs}
+        # all ranks have counted it together, which one alone in a replay cannot
+        if NUMBER in kwargs:
+            self.kept[NUMBER] = kwargs[NUMBER]
+        elif len(args) > position:
+            self.kept[NUMBER] = args[position]
+
+    def arguments(self, batch: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """Inputs, positional and keyword arguments, of this batch or of another one that was kept.
+
+        The first time the trainer's own object is handed on: a loss may take labels out of it, or add to it.
+        """
+        inputs, self._inputs = self._inputs, None
+        if batch is not self.kept or inputs is None:
+            given = batch["inputs"]
+            inputs = self._kind(given) if issubclass(self._kind, Mapping) else given
+        args, kwargs, at = self._args, self._kwargs, self._position
+        if NUMBER in kwargs:
+            kwargs = {**kwargs, NUMBER: batch[NUMBER]}
+        elif len(args) > at:
+            args = (*args[:at], batch[NUMBER], *args[at + 1 :])
+        return inputs, args, kwargs
 
 
 class _Step:
     """One ``compute_loss`` as `NanGuard.run` takes it: it gives the loss, and can be run a second time."""
 
-    def __init__(self, own: Callable[..., Any], inputs: Any, args: Any, kwargs: Any) -> None:
-        self._own, self._args, self._kwargs = own, args, kwargs
-        self._inputs = inputs  # the trainer's own, for the first run: a loss may take out its labels, or add to it
-        self._kind = type(inputs)
+    def __init__(self, own: Callable[..., Any], batch: _Batch) -> None:
+        self._own, self._batch = own, batch
         self._output: Any = None
         self._has_run = False
 
     def run(self, guard: NanGuard) -> tuple[Any, Tensor | None]:
         """What ``compute_loss`` returns, and the loss in it, known to the guard; None where there is none."""
-        is_mapping = isinstance(self._inputs, Mapping)
-        kept = {"inputs": dict(self._inputs) if is_mapping else self._inputs}
-        if "num_items_in_batch" in self._kwargs:
-            kept["num_items_in_batch"] = self._kwargs["num_items_in_batch"]
-        batch = guard.begin(kept)
-        if batch is not kept:  # a replay, or a fault that is planted
-            self._inputs = None
+        begun = guard.begin(self._batch.kept)
         try:
-            loss = guard.run(self._loss, batch)
+            loss = guard.run(self._loss, begun)
         except _NoLossError:
             return self._output, None
         finally:
@@ -187,21 +242,14 @@ class _Step:
         return (loss, *output[1:]) if isinstance(output, tuple) else loss, loss
 
     def _loss(self, model: Any, batch: dict[str, Any]) -> Tensor:
-        kwargs = {**self._kwargs, **{name: value for name, value in batch.items() if name != "inputs"}}
-        output = self._own(model, self._own_inputs(batch["inputs"]), *self._args, **kwargs)
+        inputs, args, kwargs = self._batch.arguments(batch)
+        output = self._own(model, inputs, *args, **kwargs)
         if not self._has_run:
             self._has_run, self._output = True, output
         loss = output[0] if isinstance(output, tuple) and output else output
         if not isinstance(loss, Tensor):
             raise _NoLossError
         return loss
-
-    def _own_inputs(self, given: Any) -> Any:
-        inputs, self._inputs = self._inputs, None
-        if inputs is not None:
-            return inputs
-        # of the trainer's own kind, as a tokenizer's, and a copy: what is taken out of it stays in the dump
-        return self._kind(given) if issubclass(self._kind, Mapping) else given
 
 
 class _NoLossError(Exception):
