@@ -27,7 +27,7 @@ NUMBER = "num_items_in_batch"
 
 
 def guard_trainer(trainer: Trainer, **options: Any) -> Trainer:
-    """A trainer with its guard, in one line: ``trainer = guard_trainer(Trainer(...), dump_dir="nan_dumps")``.
+    """Add a `NanGuardCallback` to a trainer.
 
     Args:
         trainer: of any class; it is changed, not copied.
@@ -68,8 +68,8 @@ class NanGuardCallback(TrainerCallback):
         self._replay_from = replay_from
         self._options = options
         self._wrapped: _WrappedTrainer | None = None
-        self._train = trainer.train
-        self._trainer.train = self._watched_train
+        self._train = self._trainer.train
+        trainer.train = self._watched_train  # type: ignore[method-assign]  # on the object
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Prepared, and restored from a checkpoint: only now is all there that is guarded."""
