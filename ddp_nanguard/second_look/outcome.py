@@ -70,6 +70,8 @@ def concluded(
     given = inputs_of(context, record)
     if now.stateful:
         given.unseen.append(f"Python state that a call changes ({listed(now.stateful, 3)})")
+    if now.unfollowed:  # such as a cache, an object of its own class
+        given.unseen.append(f"gradients of what else the model returns ({listed(now.unfollowed, 3)})")
     if names := other_gradients(then.recorded, now.findings.recorded):
         given.different.append(f"which parameters got a gradient ({listed(names, 3)})")
     mine = agreement(

@@ -33,7 +33,7 @@ from ddp_nanguard.replay.session import is_compiled
 from ddp_nanguard.report.types import Site
 from ddp_nanguard.step.monitor import StepMonitor
 from ddp_nanguard.tensors.batch import batch_tensors
-from ddp_nanguard.tensors.containers import copy_containers, tensors_in
+from ddp_nanguard.tensors.containers import copied_tensors, copy_containers, named_tensors_in, path_text, tensors_in
 from ddp_nanguard.validate import ValidatedArgs
 from ddp_nanguard.wrappers import wrapper_of
 
@@ -54,6 +54,7 @@ class SecondRun:
         outputs: of the model in both runs.
         traced: what the trace saw; None where none was asked for.
         stateful: attributes of the model that the run has changed, and so the calls of training.
+        unfollowed: parts of the model's output whose gradient training did not record, being objects of other classes.
     """
 
     context: GuardContext
@@ -63,6 +64,7 @@ class SecondRun:
     outputs: list[OutputPair]
     traced: Traced | None
     stateful: list[str] = field(default_factory=list)
+    unfollowed: list[str] = field(default_factory=list)
 
     @property
     def has_healed(self) -> bool:
@@ -119,12 +121,14 @@ class StepAgain:
             second = _context_like(context, self.record.step, everything)
             before = python_state(context, self.record)
             found = self._run(second, watcher)
+            found.unfollowed = list(dict.fromkeys(self._unfollowed))
             found.stateful = changed_by_a_call(before, python_state(context, self.record))
             return found
 
     def _run(self, second: GuardContext, watcher: Watcher | None) -> SecondRun:
         monitor = StepMonitor(second, _NoVerdict())
         self._outputs: list[OutputPair] = []
+        self._unfollowed: list[str] = []
         self.progress = lambda: second.slots.order + (watcher.num_operators if watcher is not None else 0)
         monitor.attach()
         job = TracedJob(
@@ -220,15 +224,23 @@ class StepAgain:
             name = "loss" if call.is_step else "the model's output"
             for index, tensor in enumerate(tensors_in(output)):
                 watcher.keep_loss(f"{name}{index or ''}", tensor)
-        found = [t for t in tensors_in(output) if t.grad_fn is not None and (t.is_floating_point() or t.is_complex())]
-        if len(found) != call.num_outputs:
-            raise RuntimeError(f"the model gave {len(found)} outputs with a graph, and {call.num_outputs} in training")
+        found = [tensor for tensor in copied_tensors(output) if _has_graph(tensor)]
+        followed = {id(tensor) for tensor in found}
+        others = [path for path, each in named_tensors_in(output) if _has_graph(each) and id(each) not in followed]
+        if len(found) != call.num_outputs or (others and not found):
+            number = len(found) + len(others)
+            raise RuntimeError(f"the model gave {number} outputs with a graph, and {call.num_outputs} in training")
+        self._unfollowed += dict.fromkeys(path_text(path[:1]) for path in others)
         if not call.is_step:  # whose outputs are losses, which are watched
             self._outputs += [
                 OutputPair(call.micro_batch, then, screen_of(now))
                 for then, now in zip(call.screens, found, strict=True)
             ]
         return found
+
+
+def _has_graph(tensor: Tensor) -> bool:
+    return tensor.grad_fn is not None and (tensor.is_floating_point() or tensor.is_complex())
 
 
 def events_of(events: list[StepEvent], micro_batch: int) -> list[StepEvent]:

@@ -96,6 +96,18 @@ def copy_containers(value: Any, keep: Callable[[Tensor], Tensor], depth: int = M
     return _copied(value, keep, depth)
 
 
+def copied_tensors(value: Any) -> list[Tensor]:
+    """Tensors that `copy_containers` replaces, in its order: not those in objects that are no containers."""
+    found: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    copy_containers(value, keep)
+    return found
+
+
 def _copied(value: Any, keep: Callable[[Tensor], Tensor], depth: int) -> Any:
     """A copy of a container that has code of its own; a leaf itself."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
