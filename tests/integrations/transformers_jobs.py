@@ -163,6 +163,25 @@ def _twice() -> dict[str, Any]:
     return {"first": first, "second": ending(trainer, watcher)}
 
 
+def _own_check() -> dict[str, Any]:
+    """A training whose own loss raises, and that is caught; then the same trainer again."""
+    from ddp_nanguard.integrations.transformers import guard_trainer
+    from tests.integrations import transformers_toy as toy
+
+    def loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        value = toy.masked_mean(outputs, labels)
+        if not value.isfinite():
+            raise FloatingPointError("loss is nan")
+        return value
+
+    trainer, watcher = toy.tiny_trainer(loss=loss), _weights_before_steps()
+    trainer.add_callback(watcher)
+    guard_trainer(trainer)
+    first = ending(trainer, watcher)
+    trainer.train_dataset = toy.Answers(is_bad=False)
+    return {"first": first, "second": ending(trainer, watcher)}
+
+
 def _out_of_memory() -> dict[str, Any]:
     """Each rank runs out of memory with two samples, and trains with one."""
     from tests.integrations import transformers_toy as toy
@@ -237,4 +256,10 @@ JOBS = {
     "out of memory": _out_of_memory,
     "resumed": _resumed,
     "accelerate": _accelerated,
+    "one process": train,
+    "own check": _own_check,
 }
+ALONE = ("one process", "own check")
+ON_TWO_RANKS = ("stopped", "accumulated", "own loss", "own step", "skipped", "clean", "bad update", "accelerate")
+MORE = tuple(name for name in JOBS if name not in (*ALONE, *ON_TWO_RANKS))
+"""On two ranks, and too long for each run of the suite."""
