@@ -42,6 +42,14 @@ def masked_mean(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) ->
     return -(chosen * mask).sum() / mask.sum()
 
 
+def checked_mean(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """Looks at it, as people do, and raises on the rank that sees it."""
+    loss = masked_mean(outputs, labels)
+    if not loss.isfinite():
+        raise FloatingPointError("loss is nan")
+    return loss
+
+
 class InOrder(Trainer):
     """Samples in order, so that it is known whose is the bad one."""
 
