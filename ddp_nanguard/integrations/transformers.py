@@ -140,18 +140,21 @@ class _WrappedTrainer:
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """The trainer's loss on a batch that the guard knows; evaluation and other models are not looked at."""
-        own = self._methods.own["compute_loss"]
         is_step = torch.is_grad_enabled() and model is self._trainer.model_wrapped and model.training
         if not is_step or self._is_inside:
-            return own(model, inputs, *args, **kwargs)
-        self._is_inside = True
-        try:
-            result, loss = _Step(own, _Batch(inputs, args, kwargs, position=1)).run(self._guard)
-        finally:
-            self._is_inside = False
+            return self._methods.own["compute_loss"](model, inputs, *args, **kwargs)
+        result, loss = _Step(self._own_loss, _Batch(inputs, args, kwargs, position=1)).run(self._guard)
         if loss is not None:
             self._backward.knows(loss)
         return result
+
+    def _own_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """The trainer's, also in a second look; one that calls itself is one loss."""
+        self._is_inside = True
+        try:
+            return self._methods.own["compute_loss"](*args, **kwargs)
+        finally:
+            self._is_inside = False
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """A step that makes its loss itself; ``backward`` sees it."""

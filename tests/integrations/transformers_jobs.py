@@ -231,6 +231,33 @@ def _accelerated(accumulate: int = 2, **options: Any) -> dict[str, Any]:
     }
 
 
+def _scaled() -> dict[str, Any]:
+    """A GradScaler, as accelerate has it with ``fp16``: step 1 overflows, the loss of step 3 is NaN."""
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    from ddp_nanguard.integrations.accelerate import watch_accelerator
+
+    accelerator, model = Accelerator(cpu=True), torch.nn.Linear(3, 1)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)  # it gives none on a CPU
+    optimizer: Any = AcceleratedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), scaler=accelerator.scaler)
+    skipped = []
+    with NanGuard(model, optimizer, scaler=accelerator.scaler, dump_dir=None, on_fault="skip") as guard:
+        watch_accelerator(guard, accelerator)
+        for step in range(5):
+            weight = torch.tensor(float(step != 3))
+            x = torch.ones(2, 3) * (3e36 if step == 1 else 1.0)
+            accelerator.backward(guard(x).sum() * weight / weight)
+            optimizer.step()
+            skipped.append(optimizer.step_was_skipped)
+            optimizer.zero_grad()
+    return {
+        "skipped": skipped,
+        "scale": accelerator.scaler.get_scale(),
+        "is_finite": all(each.isfinite().all() for each in model.parameters()),
+    }
+
+
 EACH_STEP = {"save_strategy": "steps", "save_steps": 1}
 
 JOBS = {
@@ -252,8 +279,9 @@ JOBS = {
     "accelerate": _accelerated,
     "one process": train,
     "own check": _own_check,
+    "scaled": _scaled,
 }
-ALONE = ("one process", "own check")
-ON_TWO_RANKS = ("stopped", "accumulated", "own loss", "own step", "skipped", "clean", "bad update", "accelerate")
+ALONE = ("one process", "own check", "scaled")
+ON_TWO_RANKS = ("stopped", "own loss", "own step", "clean", "bad update", "accelerate")
 MORE = tuple(name for name in JOBS if name not in (*ALONE, *ON_TWO_RANKS))
 """On two ranks, and too long for each run of the suite."""
