@@ -26,7 +26,7 @@ FLOORS = (
     ("blame", "validate"),
     ("build",),
     ("step",),
-    ("replay",),
+    ("replay", "page"),
     ("diagnosis",),
     ("second_look",),
     ("fault", "script"),

@@ -1,0 +1,370 @@
+"""`page_content`: all that the report page of one dump says, as plain data that templates and pictures take."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shlex
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ddp_nanguard.config import GuardConfig
+from ddp_nanguard.dump.history import FAULT, slots_in, step_prefix
+from ddp_nanguard.dump.read import Dump
+from ddp_nanguard.errors import DumpError
+from ddp_nanguard.report.messages import seen, where
+from ddp_nanguard.report.text import fault_rows, headline, human_size
+from ddp_nanguard.report.types import FaultReport, Phase
+from ddp_nanguard.report.wording import ranges_text
+
+from .batch import batch_table
+from .magnitudes import Grid, grid
+from .ranks import RankRow, rank_rows, ranks_shown
+from .source import excerpt
+from .timeline import Timeline, dtype_of, number_text, timeline
+
+MAX_WEIGHT_BYTES = 2**28
+"""Weights beyond this size are not read for a page."""
+COMMANDS = {
+    "replay": "runs the step again",
+    "show": "the same facts in the terminal; --json for programs",
+    "explain": "why it happened, in one sentence with its evidence",
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the page that a dump may not hold.
+
+    Attributes:
+        found: what it shows; None where there is nothing.
+        remark: in a sentence why there is nothing, or what to know about it; "" for nothing to say.
+    """
+
+    found: Any
+    remark: str = ""
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of the guard, as a page lists it."""
+
+    name: str
+    value: str
+    is_default: bool
+
+
+@dataclass(frozen=True)
+class PageContent:
+    """What a page says.
+
+    Attributes:
+        where, what: the two parts of the error's first line.
+        kind: ``nan``, ``inf`` or ``-inf``; "" without an origin.
+        facts: (label, text) rows of the error, without the next command.
+        commands: (name, command, purpose).
+        no_replay: why there is no command to replay; "" where there is one.
+        warnings: what limits all that the page says, such as peers that did not answer.
+        rank: whose timeline, layers and batch are shown; None where the dump holds no rank.
+        source: an `Excerpt`.
+        timeline: a `Timeline`.
+        weights: the largest absolute value of the weights; None where it was not read.
+        by_step, by_rank: heat maps, `Grid`.
+        ranks: rows of the table of ranks.
+        ranks_remark: what of the ranks is not shown.
+        batch: list of `BatchTable`.
+        look: outcome of the second look and its text.
+        sites: further sites, (where, what).
+        unchecked: what was not looked at.
+        versions, about: (name, text) rows.
+        options: of the guard.
+    """
+
+    where: str
+    what: str
+    kind: str
+    facts: tuple[tuple[str, str], ...]
+    commands: tuple[tuple[str, str, str], ...]
+    no_replay: str
+    warnings: tuple[str, ...]
+    world_size: int
+    step: int
+    rank: int | None
+    source: Part
+    timeline: Part
+    weights: float | None
+    by_step: Part
+    by_rank: Part
+    ranks: tuple[RankRow, ...]
+    ranks_remark: str
+    batch: Part
+    look: tuple[str, str]
+    sites: tuple[tuple[str, str], ...]
+    unchecked: tuple[str, ...]
+    versions: tuple[tuple[str, str], ...]
+    about: tuple[tuple[str, str], ...]
+    options: tuple[Option, ...]
+
+
+def page_content(dump: Dump, rank: int | None = None, *, contents: bool = False) -> PageContent:
+    """Gather what a page says about a dump.
+
+    Args:
+        dump: open.
+        rank: whose timeline, layers and batch are shown; None for that where the fault began.
+        contents: whether values of the batch are shown.
+
+    Raises:
+        DumpError: the dump has no such rank.
+    """
+    path = " ".join(shlex.quote(str(each)) for each in dump.paths)
+    report = dataclasses.replace(dump.report, dump_path=path)  # it may have been copied, or lie on several nodes
+    place, event = headline(report)
+    rank = _rank_shown(dump, rank)
+    shown = ranks_shown(dump)
+    weights, weights_remark = _weights(dump)
+    line, by_step = _of_history(dump, rank, weights_remark)
+    commands, no_replay = _commands(dump, report)
+    return PageContent(
+        where=place,
+        what=event,
+        kind=report.origin.kind if report.origin is not None else "",
+        facts=tuple(row for row in fault_rows(report, dump.manifest.replay_lacks) if row[0] != "next"),
+        commands=commands,
+        no_replay=no_replay,
+        warnings=tuple(_warnings(dump)),
+        world_size=report.world_size,
+        step=report.step,
+        rank=rank,
+        source=_source(dump),
+        timeline=line,
+        weights=weights,
+        by_step=by_step,
+        by_rank=_by_rank(dump, shown),
+        ranks=rank_rows(dump, shown),
+        ranks_remark=_ranks_remark(dump, shown),
+        batch=_batch(dump, rank, contents),
+        look=_look(report),
+        sites=tuple((", ".join(where(site)), seen(site)) for site in report.sites if site != report.origin),
+        unchecked=_unchecked(dump, rank),
+        versions=tuple(dump.manifest.versions.items()),
+        about=tuple(_about(dump)),
+        options=tuple(_options(dump.manifest.options)),
+    )
+
+
+def _rank_shown(dump: Dump, rank: int | None) -> int | None:
+    """The rank that was asked for, else the first of those where the fault was seen that the dump holds."""
+    if rank is not None:
+        dump.evidence(rank)  # a rank that the dump has not is wrong usage
+        return rank
+    report = dump.report
+    wanted = (report.origin_rank, *report.holders, *report.ranks_affected, *dump.ranks)
+    return next((each for each in wanted if each in dump.ranks), None)
+
+
+def _commands(dump: Dump, report: FaultReport) -> tuple[tuple[tuple[str, str, str], ...], str]:
+    """The commands, and why the replay is not among them."""
+    rows = fault_rows(report, dump.manifest.replay_lacks, dump.manifest.script)
+    following = next((text for label, text in rows if label == "next"), "")
+    is_replay = not following.startswith("ddp-nanguard show")
+    own = {"show": f"ddp-nanguard show {report.dump_path}", "explain": f"ddp-nanguard explain {report.dump_path}"}
+    found = {**({"replay": following} if is_replay else {}), **own}
+    why_not = "" if is_replay else following.partition("; ")[2]
+    return tuple((name, text, COMMANDS[name]) for name, text in found.items()), why_not
+
+
+def _warnings(dump: Dump) -> list[str]:
+    report, manifest = dump.report, dump.manifest
+    found = []
+    if report.single_rank_view:
+        found.append("Peers did not answer: all of this is what one rank saw by itself.")
+    if manifest.alone:
+        found.append("Each rank wrote its part of the dump without the others.")
+    if report.origin is None:
+        found.append("The fault was attributed to no place, so no layer, operator or line is named.")
+    if report.origin is not None and report.origin.phase is Phase.OPTIMIZER:
+        found.append("An update made it, from gradients that were finite: values of the step itself may look healthy.")
+    if dump.missing_ranks:
+        found.append(f"Nothing of these ranks is in the dump as it lies here: {ranges_text(dump.missing_ranks)}.")
+    return [*found, *(f"Not written: {problem}." for problem in manifest.problems)]
+
+
+def _source(dump: Dump) -> Part:
+    look = dump.report.second_look
+    operator = look.operator if look is not None else None
+    found = excerpt(operator, dump.manifest.run.directory)
+    if found is not None:
+        return Part(found, found.remark)
+    if operator is None:
+        return Part(None, "The dump names no operator, so there are no source lines: " + _why_no_operator(dump.report))
+    return Part(None, f"{operator.name} was run by a module of torch by itself: no line of your code is known for it.")
+
+
+def _why_no_operator(report: FaultReport) -> str:
+    look = report.second_look
+    if look is None:
+        return "there was no second look at the step."
+    return "the second look was not done." if look.outcome == "not_done" else "the second look did not meet it."
+
+
+# -- the history -------------------------------------------------------------------------------------------------------
+
+
+def _of_history(dump: Dump, rank: int | None, weights_remark: str) -> tuple[Part, Part]:
+    """The timeline and the heat map by step of one rank."""
+    if rank is None:
+        nothing = Part(None, "The dump holds no rank's files.")
+        return nothing, nothing
+    try:
+        arrays, dtypes = dump.history(rank), dump.evidence(rank).dtypes
+    except DumpError as error:
+        nothing = Part(None, f"The history of rank {rank} cannot be read: {error}.")
+        return nothing, nothing
+    clean = {step: slots_in(arrays, step_prefix(step)) for step in arrays["steps"].tolist()}
+    faulty, step = slots_in(arrays, FAULT), dump.report.step
+    if not clean:
+        nothing = Part(None, _why_no_steps(dump))
+        return nothing, nothing
+    if step in clean:  # a bad update, whose own step was clean: kept twice, or met by the next step
+        step = _step_of_update(clean, faulty, step)
+    norms = arrays["gradient_norm"].tolist()
+    line = timeline(clean, faulty, step, norms, dtype_of(dump.report, dtypes))
+    origin = dump.report.origin if rank == dump.report.origin_rank else None
+    return _timeline_part(line, weights_remark), _map_part(grid({**clean, step: faulty}, origin, dump.report.step))
+
+
+def _step_of_update(clean: dict[int, dict[str, tuple[float, float]]], faulty: object, step: int) -> int:
+    """The number of the step whose slots are kept as those of the fault; it is no clean one then."""
+    if str(clean[step]) != str(faulty):  # as text, in which a NaN equals a NaN
+        return max(clean) + 1
+    del clean[step]
+    return step
+
+
+def _why_no_steps(dump: Dump) -> str:
+    if dump.manifest.options.history == 0:
+        return "No clean steps were kept (option history=0), so there is nothing to draw over time."
+    return "The history holds no clean step before the fault, so there is nothing to draw over time."
+
+
+def _timeline_part(line: Timeline, weights_remark: str) -> Part:
+    if not line.series:
+        return Part(None, "The steps of the history hold neither a loss nor gradients nor outputs.")
+    return Part(line, weights_remark)
+
+
+def _map_part(found: Grid) -> Part:
+    if not found.rows:
+        return Part(None, "Nothing was watched by layer or parameter in these steps.")
+    return Part(found, found.remark)
+
+
+def _by_rank(dump: Dump, ranks: list[int]) -> Part:
+    if dump.world_size == 1:
+        return Part(None, "One rank trained, so there are no others to compare it with.")
+    columns, unread = {}, []
+    for rank in ranks:
+        try:
+            columns[rank] = dump.fault_slots(rank)
+        except DumpError:
+            unread.append(rank)
+    origin = dump.report.origin
+    part = _map_part(grid(columns, origin, origin.rank if origin is not None else None))
+    missing = f"Without a readable history: ranks {ranges_text(unread)}." if unread else ""
+    return Part(part.found, " ".join(text for text in (part.remark, missing) if text))
+
+
+def _weights(dump: Dump) -> tuple[float | None, str]:
+    """The largest absolute value of the weights in the dump, and a sentence about them."""
+    shapes = {name: known for name, known in dump.manifest.shapes.items() if name.startswith("model.")}
+    size_bytes = sum(4 * math.prod(known.shape) for known in shapes.values())
+    if not dump.manifest.has_weights or not shapes or dump.missing_ranks:
+        return None, "Weights are not kept over time, and the dump here does not hold them whole."
+    if size_bytes > MAX_WEIGHT_BYTES:
+        return None, f"Weights are not kept over time; those of the dump, {human_size(size_bytes)}, were not read."
+    try:
+        largest = max(map(_largest, dump.load_state(shapes).values()), default=0.0)
+    except DumpError as error:
+        return None, f"Weights are not kept over time, and those of the dump cannot be read: {error}."
+    return largest, f"Weights are not kept over time; the largest in the dump is {number_text(largest)}."
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    """The largest finite absolute value; 0 where there is none."""
+    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    values = values.to(torch.float64).abs()
+    return float(values[values.isfinite()].max()) if values.isfinite().any() else 0.0
+
+
+# -- the rest ----------------------------------------------------------------------------------------------------------
+
+
+def _ranks_remark(dump: Dump, shown: list[int]) -> str:
+    report = dump.report
+    count = f"{report.num_ranks_affected} of {report.world_size} ranks are affected"
+    few = "" if len(shown) == len(dump.ranks) else f"; {len(shown)} of {len(dump.ranks)} are shown"
+    return f"{count}{few}."
+
+
+def _batch(dump: Dump, rank: int | None, contents: bool) -> Part:
+    if rank is None:
+        return Part(None, "The dump holds no rank's files.")
+    try:
+        tables = [batch_table(item, contents=contents) for item in dump.window(rank)]
+    except DumpError as error:
+        return Part(None, f"The batch of rank {rank} cannot be read: {error}.")
+    if not tables:
+        return Part(None, f"The dump holds no batch of rank {rank}.")
+    redacted = any(table.redacted for table in tables)
+    return Part(tables, "Batches were left out of the dump (option redact=True): shapes alone." if redacted else "")
+
+
+def _look(report: FaultReport) -> tuple[str, str]:
+    look = report.second_look
+    if look is None:
+        return "none", "The step was not run a second time in place."
+    return look.outcome.replace("_", " "), look.text
+
+
+def _unchecked(dump: Dump, rank: int | None) -> tuple[str, ...]:
+    """What was not looked at: by any rank as the report has it, and by the one that is shown."""
+    try:
+        own = dump.evidence(rank).unchecked if rank is not None else ()
+    except DumpError:
+        own = ()
+    return tuple(dict.fromkeys((*dump.report.unchecked, *own)))
+
+
+def _about(dump: Dump) -> list[tuple[str, str]]:
+    manifest = dump.manifest
+    run = manifest.run
+    return [
+        ("dump", ", ".join(map(str, dump.paths))),
+        ("written", manifest.created),
+        ("size", human_size(dump.size_bytes)),
+        ("ranks", f"{len(dump.ranks)} of {dump.world_size} here"),
+        ("wrapper", f"{manifest.report.wrapper}{', compiled' if manifest.wrapper_description.compiled else ''}"),
+        ("weights", manifest.weights_problem or "whole"),
+        ("command", shlex.join(run.command) or "not recorded"),
+        ("directory", run.directory or "not recorded"),
+        ("recipe", manifest.recipe or "none"),
+    ]
+
+
+def _options(config: GuardConfig) -> list[Option]:
+    default = GuardConfig()
+    return [
+        Option(
+            spec.name,
+            _value_text(getattr(config, spec.name)),
+            getattr(config, spec.name) == getattr(default, spec.name),
+        )
+        for spec in dataclasses.fields(config)
+    ]
+
+
+def _value_text(value: Any) -> str:
+    return ", ".join(map(str, value)) or "none" if isinstance(value, (tuple, list, set, frozenset)) else str(value)
