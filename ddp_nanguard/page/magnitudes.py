@@ -49,12 +49,19 @@ class Row:
         name = self.name if self.phase is Phase.LOSS or self.slot == PARAMETER_GRADIENT else layer_text(self.name)
         return " · ".join(part for part in (str(self.phase), name, self.slot) if part)
 
+    def short(self, limit: int) -> str:
+        """The name as an axis shows it, with ``limit`` characters for that of the layer."""
+        return f"{self.kind} {shortened(self.name or layer_text(self.name), limit)}".lstrip()
+
     @property
-    def group(self) -> str:
-        """Which kind of values it has, in a word or two; rows of one group lie together."""
+    def kind(self) -> str:
+        """What stands before the name on an axis, in a word or two; "" for the output of a layer, and for a loss."""
         if self.slot == PARAMETER_GRADIENT:
-            return "gradient" if self.phase is Phase.BACKWARD else f"gradient, {self.phase}"
-        return str(self.phase)
+            return {Phase.BACKWARD: "grad", Phase.REDUCE: "reduced"}.get(self.phase, str(self.phase))
+        return _KINDS.get(self.slot, "")
+
+
+_KINDS = {"gradient of output": "grad out", "gradient of input": "grad in", "input": "input"}
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,20 @@ class Grid:
     def num_nonfinite(self) -> int:
         """Number of cells that hold a NaN or an Inf."""
         return int((self.bins >= INF).sum())
+
+
+def shortened(name: str, limit: int) -> str:
+    """A dotted name in at most ``limit`` characters: ``m.d.layers.20.attention.weight``.
+
+    Parts shrink to their first letter, the outermost first; numbers stay, since they tell layers apart.
+    """
+    parts = name.split(".")
+    for index, part in enumerate(parts[:-1]):
+        if len(".".join(parts)) > limit and part and not part.isdigit():
+            parts[index] = part[0]
+    text = ".".join(parts)
+    head = (limit - 1) // 2
+    return text if len(text) <= limit else f"{text[:head]}…{text[head + 1 - limit :]}"
 
 
 def grid(columns: Mapping[int, Slots], origin: Site | None, origin_column: int | None) -> Grid:

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from .content import PageContent
-from .magnitudes import BINS_PER_DECADE, INF, MISSING, NAN, Grid
+from .magnitudes import BINS_PER_DECADE, INF, NAN, ZERO, Grid
 from .timeline import Timeline
 
 WIDTH_INCHES = 9.0
 DPI = 160
 MAX_NAME = 34
 _LINES = ("#0b5cad", "#a0497f", "#00795a", "#6b6100")
-_NAN, _INF = "#d55e00", "#f0b400"
+_NAN, _INF, _ZERO = "#d55e00", "#f0b400", "#c9ced6"
 
 
 def picture(content: PageContent) -> tuple[bytes | None, str]:
@@ -59,12 +59,12 @@ def _draw_timeline(axes: Any, line: Timeline) -> None:
         finite = np.where(np.isfinite(values) & (values > 0), values, np.nan)
         axes.plot(line.steps, finite, marker="osD^"[index % 4], ms=4, lw=1.5, color=color, label=each.name)
         bad = [step for step, value in zip(line.steps, each.values, strict=True) if _is_bad(value)]
-        axes.plot(bad, [0.96] * len(bad), "x", color=color, mew=2, transform=axes.get_xaxis_transform())
+        axes.plot(bad, [0.95 - 0.07 * index] * len(bad), "x", color=color, mew=2, transform=axes.get_xaxis_transform())
     axes.set_yscale("log")
     axes.axvline(line.steps[-1], color=_NAN, lw=1, ls=":")
     _draw_limit(axes, line)
     axes.set_xlabel("step; × is NaN or Inf", fontsize=8)
-    axes.tick_params(labelsize=8)
+    axes.tick_params(labelsize=8, which="both")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, loc="lower left", frameon=False, ncols=4, bbox_to_anchor=(0, 1))
@@ -78,32 +78,35 @@ def _draw_limit(axes: Any, line: Timeline) -> None:
     low, high = axes.get_ylim()
     if line.limit is None:
         return
-    text = f"largest {line.limit[0]}: {line.limit[1]:.3g}"
+    text = f"largest {line.limit[0]}: {line.limit[1]:.6g}"
     if line.limit[1] < high * 1e8:
         axes.axhline(line.limit[1], color="black", lw=1, ls="--")
         axes.set_ylim(low, max(high, line.limit[1] * 10))
-    axes.text(0.01, 0.9, text, transform=axes.transAxes, fontsize=7, color="0.35", parse_math=False)
+    axes.text(1.0, 1.02, text, transform=axes.transAxes, fontsize=8, ha="right", color="0.35", parse_math=False)
 
 
 def _draw_map(axes: Any, found: Grid, title: str) -> None:
     from matplotlib.colors import ListedColormap
 
     bins = found.bins.astype(np.float64)
-    finite = np.where((found.bins >= INF) | (found.bins == MISSING), np.nan, bins) / BINS_PER_DECADE
-    marks = np.where(found.bins == NAN, 1.0, np.where(found.bins == INF, 0.0, np.nan))
-    image = axes.imshow(np.maximum(finite, -60.0), aspect="auto", cmap="Blues", interpolation="nearest")
-    axes.imshow(marks, aspect="auto", cmap=ListedColormap([_INF, _NAN]), vmin=0, vmax=1, interpolation="nearest")
+    finite = np.where((found.bins >= INF) | (found.bins <= ZERO), np.nan, bins) / BINS_PER_DECADE
+    marks = np.select([found.bins == ZERO, found.bins == INF, found.bins == NAN], [0.0, 1.0, 2.0], np.nan)
+    image = axes.imshow(finite, aspect="auto", cmap=_blues(), interpolation="nearest")
+    axes.imshow(marks, aspect="auto", cmap=ListedColormap([_ZERO, _INF, _NAN]), vmin=0, vmax=2, interpolation="nearest")
     every = max(1, len(found.rows) // 48 + (len(found.rows) > 48))
     shown = range(0, len(found.rows), every)
-    axes.set_yticks(shown, [_short(found.rows[row].name or found.rows[row].text) for row in shown], parse_math=False)
+    axes.set_yticks(shown, [found.rows[row].short(MAX_NAME) for row in shown], parse_math=False)
     places = range(0, len(found.columns), max(1, len(found.columns) // 16))
     axes.set_xticks(places, [str(found.columns[place]) for place in places])
     axes.tick_params(labelsize=7)
-    axes.set_xlabel(f"{title}; orange is NaN, yellow Inf", fontsize=8)
+    axes.set_xlabel(f"{title}; orange is NaN, yellow Inf, grey 0", fontsize=8)
     if np.isfinite(finite).any():
-        axes.figure.colorbar(image, ax=axes, label="log10 of the largest value", pad=0.01)
+        bar = axes.figure.colorbar(image, ax=axes, pad=0.01)
+        bar.set_label("log10 of the largest value", fontsize=8)
+        bar.ax.tick_params(labelsize=7)
 
 
-def _short(name: str) -> str:
-    kept = (MAX_NAME - 1) // 2
-    return name if len(name) <= MAX_NAME else f"{name[:kept]}…{name[-kept:]}"
+def _blues() -> Any:
+    from matplotlib.colors import LinearSegmentedColormap
+
+    return LinearSegmentedColormap.from_list("blues", ["#edf3fa", "#a9cbe8", "#3f83c0", "#0a2f5c"])

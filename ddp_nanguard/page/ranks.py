@@ -25,8 +25,7 @@ class RankRow:
         rank: global.
         host: of its machine; "" where that cannot be read.
         device: with the name and number of a GPU.
-        phase: of what it saw first; "" where it saw nothing bad.
-        first: what it saw first, or why that is not known.
+        first: what it saw first, or why that is not known; "" where it saw nothing bad.
         affected: whether it saw anything bad.
         is_origin: whether the fault began there.
     """
@@ -34,7 +33,6 @@ class RankRow:
     rank: int
     host: str
     device: str
-    phase: str
     first: str
     affected: bool
     is_origin: bool
@@ -49,8 +47,9 @@ def ranks_shown(dump: DumpOutline, limit: int = MAX_RANKS) -> list[int]:
 
 
 def rank_rows(dump: DumpOutline, ranks: Sequence[int]) -> tuple[RankRow, ...]:
-    """What each of the ranks has written of itself."""
-    return tuple(_row(dump, rank) for rank in ranks)
+    """What each of the ranks has written of itself: that of the origin first, then those that are affected."""
+    rows = [_row(dump, rank) for rank in ranks]
+    return tuple(sorted(rows, key=lambda row: (not row.is_origin, not row.affected, row.rank)))
 
 
 def _row(dump: DumpOutline, rank: int) -> RankRow:
@@ -59,17 +58,16 @@ def _row(dump: DumpOutline, rank: int) -> RankRow:
     try:
         evidence = dump.evidence(rank)
     except DumpError as error:
-        return RankRow(rank, "", "", "", f"not known: {error}", is_listed or is_origin, is_origin)
+        return RankRow(rank, "", "", f"not known: {error}", is_listed or is_origin, is_origin)
     first = evidence.sites[0] if evidence.sites else None
     affected = first is not None or is_listed
     text = _site_text(first) if first is not None else ("" if not is_listed else "affected; it kept no site of its own")
-    phase = str(first.phase) if first is not None else ""
-    return RankRow(rank, evidence.host, device_text(evidence.device), phase, text, affected, is_origin)
+    return RankRow(rank, evidence.host, device_text(evidence.device), text, affected, is_origin)
 
 
 def _site_text(site: Site) -> str:
     where = f", micro-batch {site.micro_batch}" if site.micro_batch is not None else ""
-    return f"{seen(site)}{where}"
+    return f"{site.phase}: {seen(site)}{where}"
 
 
 def device_text(device: Device) -> str:

@@ -27,6 +27,8 @@ from .timeline import Timeline, number_text
 
 MAX_TABLE_ROWS = 60
 """Rows of a heat map that its table shows."""
+MAX_NAME, MAX_NARROW_NAME = 36, 16
+"""Characters of a layer's name beside a heat map, and on a phone; the whole name is told on hover."""
 
 
 def missing_packages(names: Sequence[str]) -> list[str]:
@@ -110,7 +112,9 @@ def _timeline_data(content: PageContent) -> dict[str, Any] | None:
 def _grid_data(found: Grid | None) -> dict[str, Any] | None:
     if found is None:
         return None
-    rows = [{"name": row.text, "short": row.name or row.text, "group": row.group} for row in found.rows]
+    rows = [
+        {"text": row.text, "short": row.short(MAX_NAME), "narrow": row.short(MAX_NARROW_NAME)} for row in found.rows
+    ]
     bins = base64.b64encode(found.bins.tobytes()).decode()
     return {"rows": rows, "columns": found.columns, "bins": bins, "origin": found.origin}
 
