@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import gzip
 import json
 import shutil
 from pathlib import Path
@@ -104,3 +106,13 @@ def edited(dump: Path, **changes: object) -> Path:
     manifest = json.loads((dump / MANIFEST).read_text())
     (dump / MANIFEST).write_text(json.dumps(manifest | changes))
     return dump
+
+
+def packed_in(page: str, name: str) -> str:
+    """What a page holds packed under a name."""
+    return page.partition(f'id="packed-{name}">')[2].partition("<")[0]
+
+
+def unpacked(page: str, name: str) -> str:
+    """The same, unpacked."""
+    return gzip.decompress(base64.b64decode(packed_in(page, name))).decode()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_nanguard.errors import DumpError
 
-from .arguments import Commands, index
+from .arguments import WRONG_USAGE, Commands, index
 from .help_text import add_command
 
 if TYPE_CHECKING:
@@ -29,13 +31,14 @@ def add_report(commands: Commands) -> None:
 
 
 def run_report(options: argparse.Namespace) -> int:
-    """Run ``ddp-nanguard report DUMP|DIR``: write the page, the picture or both. Returns 0."""
-    from ddp_nanguard.page.render import require
-
-    if options.out is not None or options.png is None:
-        require("ddp-nanguard report", "jinja2", "plotly")
-    if options.png is not None:
-        require("ddp-nanguard report --png", "matplotlib")
+    """Run ``ddp-nanguard report DUMP|DIR``: write the page, the picture or both. Returns 0, or 2 without the extra."""
+    wanted = [("report --png", ("matplotlib",))] if options.png is not None else []
+    wanted += [("report", ("jinja2", "plotly"))] if options.out is not None or options.png is None else []
+    for command, packages in wanted:
+        if any(importlib.util.find_spec(package) is None for package in packages):
+            needed = " and ".join(packages)
+            print(f"ddp-nanguard {command} needs {needed}: pip install 'ddp-nanguard[report]'", file=sys.stderr)
+            return WRONG_USAGE
     return _write_page(options) if _is_dump(options.paths) else _write_index(options)
 
 

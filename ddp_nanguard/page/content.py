@@ -225,9 +225,6 @@ def _of_history(dump: Dump, rank: int | None, weights_remark: str) -> tuple[Part
         return nothing, nothing
     clean = {step: slots_in(arrays, step_prefix(step)) for step in arrays["steps"].tolist()}
     faulty, step = slots_in(arrays, FAULT), dump.report.step
-    if not clean:
-        nothing = Part(None, _why_no_steps(dump))
-        return nothing, nothing
     if step in clean:  # a bad update, whose own step was clean: kept twice, or met by the next step
         step = _step_of_update(clean, faulty, step)
     norms = arrays["gradient_norm"].tolist()
@@ -244,15 +241,11 @@ def _step_of_update(clean: dict[int, dict[str, tuple[float, float]]], faulty: ob
     return step
 
 
-def _why_no_steps(dump: Dump) -> str:
-    if dump.manifest.options.history == 0:
-        return "No clean steps were kept (option history=0), so there is nothing to draw over time."
-    return "The history holds no clean step before the fault, so there is nothing to draw over time."
-
-
 def _timeline_part(line: Timeline, weights_remark: str) -> Part:
+    if len(line.steps) == 1:
+        return Part(None, f"The history holds no clean step before the fault: no line to draw. {weights_remark}")
     if not line.series:
-        return Part(None, "The steps of the history hold neither a loss nor gradients nor outputs.")
+        return Part(None, f"The steps of the history hold no loss, gradient or output. {weights_remark}")
     return Part(line, weights_remark)
 
 

@@ -162,7 +162,8 @@ def _kept_rows(bins: Bins, limit: int) -> list[int]:
     if count <= limit:
         return list(range(count))
     bad = np.flatnonzero((bins >= INF).any(1))[: limit // 2].tolist()
-    return sorted({*bad, *evenly(range(count), limit - len(bad))})
+    others = sorted(set(range(count)) - set(bad))
+    return sorted([*bad, *evenly(others, limit - len(bad))])
 
 
 def evenly(values: Sequence[int], limit: int) -> list[int]:

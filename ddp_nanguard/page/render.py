@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import gzip
-import importlib.util
 import json
 import shlex
 from collections.abc import Sequence
@@ -17,7 +16,6 @@ from typing import Any
 
 from ddp_nanguard.dump.incidents import Incident
 from ddp_nanguard.dump.listing import DumpSummary
-from ddp_nanguard.errors import DumpError
 from ddp_nanguard.report.text import human_size
 from ddp_nanguard.report.types import json_safe
 
@@ -29,22 +27,6 @@ MAX_TABLE_ROWS = 60
 """Rows of a heat map that its table shows."""
 MAX_NAME, MAX_NARROW_NAME = 36, 16
 """Characters of a layer's name beside a heat map, and on a phone; the whole name is told on hover."""
-
-
-def missing_packages(names: Sequence[str]) -> list[str]:
-    """Those of the packages that are not installed."""
-    return [name for name in names if importlib.util.find_spec(name) is None]
-
-
-def require(command: str, *names: str) -> None:
-    """Refuse where a package of the extra is missing.
-
-    Raises:
-        DumpError: names the packages and the extra.
-    """
-    if missing_packages(names):
-        needed = " and ".join(names)
-        raise DumpError(f"{command} needs {needed}: pip install 'ddp-nanguard[report]'")
 
 
 def dump_page(content: PageContent) -> str:

@@ -1,0 +1,197 @@
+"use strict";
+// -- charts ---------------------------------------------------------------------------------------------------------
+
+const MISSING = -128, ZERO = -127, INF = 126, NAN = 127;
+const paper = window.matchMedia("print"), dark = window.matchMedia("(prefers-color-scheme: dark)");
+const themes = {
+  light: { text: "#1c2128", dim: "#5a6472", line: "#d9dde3", back: "#ffffff", nan: "#d55e00", inf: "#f0b400", zero: "#c9ced6",
+    scale: [[0, "#edf3fa"], [0.35, "#a9cbe8"], [0.7, "#3f83c0"], [1, "#0a2f5c"]],
+    lines: ["#0b5cad", "#a0497f", "#00795a", "#6b6100"] },
+  dark: { text: "#e4e7eb", dim: "#9aa5b3", line: "#343b45", back: "#14171c", nan: "#ff7a1a", inf: "#ffd23f", zero: "#4a525d",
+    scale: [[0, "#16283d"], [0.35, "#22527f"], [0.7, "#5f9fd8"], [1, "#dcecfb"]],
+    lines: ["#7ab8f5", "#e39cc6", "#4fc9a3", "#d8cb5a"] },
+};
+
+let printing = false;
+
+function onPaper() { return printing || paper.matches; }
+
+function theme() { return dark.matches && !onPaper() ? themes.dark : themes.light; }
+
+// plotly reads a few tags in texts; names of layers are data
+function plain(text) { return String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;"); }
+
+function numberText(value) { return typeof value === "number" ? String(Number(value.toPrecision(5))) : { nan: "NaN", inf: "Inf", "-inf": "-Inf" }[value]; }
+
+const PAPER = 680;  // pixels between the margins of A4, and of Letter
+
+function room() { return onPaper() ? PAPER : document.querySelector("main").clientWidth; }
+
+function layout(colors, more) {
+  return { autosize: true, width: onPaper() ? PAPER : undefined, paper_bgcolor: colors.back, plot_bgcolor: colors.back, dragmode: false, showlegend: false,
+    font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: colors.text },
+    hoverlabel: { bgcolor: colors.back, bordercolor: colors.dim, font: { color: colors.text, size: 12 }, align: "left", namelength: -1 },
+    margin: { l: 8, r: 12, t: 8, b: 8 }, ...more };
+}
+
+const config = { displayModeBar: false, scrollZoom: false, doubleClick: false };
+
+function timelineFigure(data, colors, narrow) {
+  const finite = data.series.flatMap((each) => each.values).filter((value) => typeof value === "number" && value !== 0).map(Math.abs);
+  if (data.weights) finite.push(data.weights);
+  const powers = finite.length ? finite.map(Math.log10) : [0];
+  const low = Math.floor(Math.min(...powers) - 0.15), high = Math.max(...powers);
+  const limit = data.limit === null ? null : Math.log10(data.limit.value);
+  const isNear = limit !== null && limit - high < 8;
+  const top = Math.ceil((isNear ? Math.max(limit, high) : high) + (limit === null ? 0.2 : 0.4)), space = Math.max(0.2, (top - low) * 0.06);
+  const last = data.steps[data.steps.length - 1];
+  const bads = data.series.filter((each) => each.values.some((value) => typeof value === "string"));
+  const edge = (each) => top + space * (bads.length - bads.indexOf(each)), end = top + space * (bads.length + 0.6);
+  const traces = data.series.flatMap((each, index) => {
+    const color = colors.lines[index % colors.lines.length], symbol = ["circle", "square", "diamond", "triangle-up"][index % 4];
+    const y = each.values.map((value) => (typeof value === "number" && value !== 0 ? Math.abs(value) : null));
+    const bad = data.steps.filter((_, at) => typeof each.values[at] === "string");
+    const texts = each.values.map((value) => (value === null ? "" : numberText(value)));
+    return [
+      { type: "scatter", mode: "lines+markers", name: each.name, x: data.steps, y, customdata: texts, line: { color, width: 2, dash: ["solid", "dash", "dot", "dashdot"][index % 4] },
+        marker: { color, size: 7, symbol }, hovertemplate: `${each.name} %{customdata}<extra></extra>`, showlegend: true },
+      { type: "scatter", mode: "markers", x: bad, y: bad.map(() => 10 ** edge(each)), customdata: bad.map((step) => texts[data.steps.indexOf(step)]),
+        marker: { color, size: 11, symbol: ["x", "cross", "star", "hexagram"][index % 4], line: { color: colors.nan, width: 1.5 } },
+        hovertemplate: `${each.name} %{customdata}<extra></extra>`, showlegend: false },
+    ];
+  });
+  if (data.weights) traces.push({ type: "scatter", mode: "markers", name: "weights in the dump", x: [last], y: [data.weights],
+    marker: { color: colors.text, size: 9, symbol: "diamond-open", line: { width: 2 } }, hovertemplate: "largest weight %{y:.4g}<extra></extra>", showlegend: true });
+  const shapes = [{ type: "line", x0: last, x1: last, yref: "paper", y0: 0, y1: 1, line: { color: colors.nan, width: 1, dash: "dot" }, layer: "below" }];
+  const notes = [];
+  if (isNear) {
+    shapes.push({ type: "line", xref: "paper", x0: 0, x1: 1, y0: data.limit.value, y1: data.limit.value, line: { color: colors.text, width: 1.5, dash: "longdash" } });
+    notes.push({ xref: "paper", x: 0, y: limit, xanchor: "left", yanchor: "bottom", showarrow: false, text: `largest ${plain(data.limit.dtype)}: ${numberText(data.limit.value)}`, font: { color: colors.dim, size: 11 } });
+  } else if (limit !== null) {
+    notes.push({ xref: "paper", x: 0, y: top, xanchor: "left", yanchor: "top", showarrow: false, text: `↑ largest ${plain(data.limit.dtype)}: ${numberText(data.limit.value)}, ${Math.round(limit - high)} decades above`, font: { color: colors.dim, size: 11 }, bgcolor: colors.back });
+  }
+  for (const each of bads) notes.push({ x: last, y: edge(each), xanchor: "right", xshift: -10, showarrow: false, text: `${plain(each.name)}: ${numberText(each.values[each.values.length - 1]) ?? "NaN or Inf"}`, font: { color: colors.nan, size: 11 } });
+  const ticks = data.steps.length > (narrow ? 8 : 24) ? { nticks: narrow ? 6 : 14 } : { tickvals: data.steps };
+  return { traces, layout: layout(colors, { height: narrow ? 320 : 360, hovermode: "x unified", showlegend: true, shapes, annotations: notes,
+    legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size: 12 } }, margin: { l: 8, r: 14, t: 8, b: 8 },
+    xaxis: { title: { text: "step", standoff: 6 }, ...ticks, tickformat: "d", gridcolor: colors.line, zeroline: false, fixedrange: true, automargin: true, range: [data.steps[0] - 0.5, last + 0.5] },
+    yaxis: { type: "log", range: [low, bads.length ? end : top], gridcolor: colors.line, exponentformat: "power", dtick: Math.max(1, Math.ceil((end - low) / 8)), fixedrange: true, automargin: true } }) };
+}
+
+function unpacked(data) {
+  const bytes = Uint8Array.from(atob(data.bins), (letter) => letter.charCodeAt(0));
+  return new Int8Array(bytes.buffer);
+}
+
+function decade(bin) { return bin % 2 === 0 ? `1e${bin / 2}` : `${(10 ** (((bin % 2) + 2) % 2 / 2)).toFixed(0)}e${Math.floor(bin / 2)}`; }
+
+function cellText(bin) {
+  if (bin === NAN || bin === INF || bin === ZERO) return { [NAN]: "NaN", [INF]: "Inf", [ZERO]: "0" }[bin];
+  return `${decade(bin)} to ${decade(bin + 1)}`;
+}
+
+function legend(data, colors, kinds, ends) {
+  const swatch = (background, text) => `<span><i style="background:${background}"></i>${text}</span>`;
+  const ramp = `linear-gradient(90deg, ${colors.scale.map((stop) => `${stop[1]} ${stop[0] * 100}%`).join(", ")})`;
+  const parts = ends === null ? [] : [`<span>${decade(ends[0])} <i style="width:5rem;background:${ramp};margin:0 .2rem"></i> ${decade(ends[1] + 1)}</span>`];
+  if (kinds.has(NAN)) parts.push(swatch(colors.nan, "NaN"));
+  if (kinds.has(INF)) parts.push(swatch(colors.inf, "Inf"));
+  if (kinds.has(ZERO)) parts.push(swatch(colors.zero, "0"));
+  if (kinds.has(MISSING)) parts.push(swatch(colors.back, "not there"));
+  return parts.join("");
+}
+
+function mapFigure(data, colors, narrow, title) {
+  const bins = unpacked(data), width = data.columns.length, kinds = new Set();
+  const values = [], marks = [], texts = [];
+  let ends = null;
+  for (let row = 0; row < data.rows.length; row += 1) {
+    const line = bins.subarray(row * width, (row + 1) * width);
+    values.push(Array.from(line, (bin) => (bin <= ZERO || bin >= INF ? null : bin)));
+    marks.push(Array.from(line, (bin) => (bin === NAN ? 2 : bin === INF ? 1 : bin === ZERO ? 0 : null)));
+    texts.push(Array.from(line, (bin) => (bin === MISSING ? "not there" : cellText(bin))));
+    for (const bin of line) {
+      if (bin <= ZERO || bin >= INF) kinds.add(bin);
+      else ends = ends === null ? [bin, bin] : [Math.min(ends[0], bin), Math.max(ends[1], bin)];
+    }
+  }
+  const rows = data.rows.length, size = Math.max(3, Math.min(20, (onPaper() ? 700 : 900) / rows)), height = Math.max(90, rows * size) + 64;
+  const every = Math.ceil(13 / size);
+  const share = Math.min(1, Math.max(0.15, (width * 44) / ((narrow ? 0.6 : 0.75) * room())));
+  const y = data.rows.map((_, row) => row);
+  const begin = data.origin === null ? null : data.origin[0];
+  const at = y.filter((row) => row === begin || (row % every === 0 && (begin === null || Math.abs(row - begin) >= every)));
+  const names = data.rows.map((row) => plain(row.text));
+  const hover = { hovertemplate: `%{text}<extra></extra>`, text: texts.map((line, row) => line.map((text, column) => `<b>${names[row]}</b><br>${title} ${data.columns[column]}: ${text}`)) };
+  const even = width > 1 && data.columns.every((value, index) => value === data.columns[0] + index);
+  const x = even ? data.columns : data.columns.map(String);
+  const gap = { xgap: width > 64 ? 0 : 1, ygap: size > 8 && width <= 64 ? 1 : 0 };
+  const stops = [0, 1 / 3, 1 / 3, 2 / 3, 2 / 3, 1], paints = [colors.zero, colors.zero, colors.inf, colors.inf, colors.nan, colors.nan];
+  const traces = [
+    { type: "heatmap", x, y, z: values, colorscale: colors.scale, showscale: false, zmin: ends === null ? 0 : ends[0], zmax: ends === null ? 1 : Math.max(ends[1], ends[0] + 1), hoverongaps: false, ...gap, ...hover },
+    { type: "heatmap", x, y, z: marks, colorscale: stops.map((stop, index) => [stop, paints[index]]), zmin: 0, zmax: 2, showscale: false, hoverongaps: false, ...gap, ...hover },
+  ];
+  const shapes = [];
+  if (width > 64) {  // one column is a pixel or two: say where to look
+    const bad = x.filter((_, column) => marks.some((line) => line[column] > 0));
+    traces.push({ type: "scatter", mode: "markers", x: bad, y: bad.map(() => -0.5 - 9 / size), marker: { symbol: "triangle-down", size: 9, color: colors.nan }, hovertemplate: `${title} %{x}: NaN or Inf<extra></extra>`, cliponaxis: false });
+  }
+  if (data.origin !== null) {
+    const [row, column] = data.origin, place = even ? data.columns[column] : column;
+    shapes.push({ type: "rect", x0: place - 0.5, x1: place + 0.5, y0: row - 0.5, y1: row + 0.5, line: { color: colors.text, width: 2.5 } });
+  }
+  const ticks = width > (narrow ? 8 : 32) ? { nticks: narrow ? 5 : 12 } : { tickvals: x };
+  const short = (row) => plain(narrow ? row.narrow : row.short);
+  const figure = { traces, layout: layout(colors, { height, shapes,
+    xaxis: { domain: [0, share], type: even ? "linear" : "category", title: { text: title, standoff: 6 }, ...ticks, tickformat: even ? "d" : undefined, fixedrange: true, automargin: true, showgrid: false, zeroline: false },
+    yaxis: { range: [rows - 0.5, width > 64 ? -0.5 - 16 / size : -0.5], tickvals: at, ticktext: at.map((row) => (row === begin ? `<b>${short(data.rows[row])}</b>` : short(data.rows[row]))), tickfont: { size: 11 }, fixedrange: true, automargin: true, showgrid: false, zeroline: false } }) };
+  return { ...figure, legend: legend(data, colors, kinds, ends) };
+}
+
+function charts(data) {
+  const draw = () => {
+    const colors = theme(), narrow = room() < 600;
+    const show = (id, figure) => {
+      const place = document.getElementById(id);
+      if (place === null || figure === null) return;
+      if (figure.legend !== undefined) place.parentElement.querySelector("[data-legend]").innerHTML = figure.legend;
+      Plotly.react(place, figure.traces, figure.layout, { ...config, responsive: !onPaper() });
+    };
+    show("chart-timeline", data.timeline === null ? null : timelineFigure(data.timeline, colors, narrow));
+    show("chart-steps", data.maps.steps === null ? null : mapFigure(data.maps.steps, colors, narrow, "step"));
+    show("chart-ranks", data.maps.ranks === null ? null : mapFigure(data.maps.ranks, colors, narrow, "rank"));
+    document.documentElement.classList.add("drawn");
+  };
+  draw();
+  let was = room();
+  window.addEventListener("resize", () => { if ((was < 600) !== (room() < 600)) draw(); was = room(); });
+  dark.addEventListener("change", draw);
+  paper.addEventListener("change", draw);
+  window.addEventListener("beforeprint", () => { printing = true; draw(); });
+  window.addEventListener("afterprint", () => { printing = false; draw(); });
+}
+
+async function unpack(id) {
+  const bytes = Uint8Array.from(atob(document.getElementById(id).textContent), (letter) => letter.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return new Response(stream).text();
+}
+
+async function start() {
+  const script = document.createElement("script");
+  script.textContent = await unpack("packed-plotly");
+  document.head.append(script);
+  charts(JSON.parse(await unpack("packed-charts")));
+}
+
+function withoutCharts(error) {
+  console.warn(`no charts: ${error}`);
+  for (const place of document.querySelectorAll(".chart")) {
+    const line = document.createElement("p");
+    line.className = "remark";
+    line.textContent = "This browser cannot unpack the charts (no DecompressionStream, as in those before 2023); the tables hold the numbers.";
+    place.replaceWith(line);
+  }
+}
+
+start().catch(withoutCharts);
