@@ -22,7 +22,8 @@ QUIET = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--
 LIGHT, DARK = "rgb(255, 255, 255)", "rgb(20, 23, 28)"
 WIDE = {"width": 1200, "height": 900}
 WAIT_FOR_NARROW_CHART = """() => new Promise((done) => {
-    const look = () => document.querySelector("#chart-ranks .main-svg").clientWidth <= 390 ? done() : setTimeout(look, 20);
+    const chart = document.querySelector("#chart-ranks .main-svg");
+    const look = () => chart.clientWidth <= 390 ? done() : setTimeout(look, 20);
     look();
 })"""
 
@@ -113,7 +114,8 @@ def hover(page, chart, across, down):
     area.scroll_into_view_if_needed()
     box = area.bounding_box()
     page.mouse.move(0, 0)
-    page.mouse.move(box["x"] + across * box["width"], box["y"] + down * box["height"], steps=2)
+    page.wait_for_selector(f"{chart} .hoverlayer text", state="detached")  # of the place before
+    page.mouse.move(box["x"] + across * box["width"], box["y"] + down * box["height"])
     page.wait_for_selector(f"{chart} .hoverlayer text")
     return " | ".join(page.locator(f"{chart} .hoverlayer text").all_text_contents())
 
