@@ -20,7 +20,7 @@ from ddp_nanguard.tensors.dtypes import dtype_name
 from .timeline import number_text
 
 MAX_LEAVES = 200
-MAX_CONTENT = 2000
+MAX_CONTENT = 600
 """Characters of one value that ``--batch-contents`` shows."""
 
 

@@ -1,7 +1,7 @@
 """`Grid`: the largest absolute value of each watched layer, by step or by rank, as one byte per cell.
 
 [Note: bins] A byte holds half a decade: bin b stands for absolute values from 10^(b/2) to 10^((b+1)/2). Five bytes are
-no bins: a cell without a value, a zero, a NaN, an Inf of either sign. 512 ranks by 500 layers are 250 kB that way, and
+no bins: a cell without a value, a zero, a NaN, an Inf of either sign. 512 ranks by 250 layers are 130 kB that way, and
 compress; as numbers in text they would be ten times as many.
 """
 
@@ -18,7 +18,7 @@ from ddp_nanguard.report.slot_key import PARAMETER_GRADIENT, SlotKey
 from ddp_nanguard.report.types import Phase, Site
 from ddp_nanguard.report.wording import layer_text
 
-MAX_CELLS = 2**18
+MAX_CELLS, MAX_ROWS = 2**17, 1024
 """Of one heat map: as many as a page of 2.5 MB has room for."""
 MISSING, ZERO, NAN, INF = -128, -127, 127, 126
 MAX_BIN = 120
@@ -98,8 +98,9 @@ def shortened(name: str, limit: int) -> str:
         if len(".".join(parts)) > limit and part and not part.isdigit():
             parts[index] = part[0]
     text = ".".join(parts)
-    head = (limit - 1) // 2
-    return text if len(text) <= limit else f"{text[:head]}…{text[head + 1 - limit :]}"
+    outer = len(text) - len(parts[-1])
+    head = limit - 1 if 0 < outer < limit - 2 else (limit - 1) // 2
+    return text if len(text) <= limit else f"{text[:head]}…{text[len(text) + head + 1 - limit :]}"
 
 
 def grid(columns: Mapping[int, Slots], origin: Site | None, origin_column: int | None) -> Grid:
@@ -114,7 +115,7 @@ def grid(columns: Mapping[int, Slots], origin: Site | None, origin_column: int |
     bins = np.full((len(rows), len(columns)), MISSING, dtype=np.int8)
     for number, slots in enumerate(columns.values()):
         _fill(bins[:, number], slots, of_label)
-    kept = _kept_rows(bins, MAX_CELLS // max(1, len(columns)))
+    kept = _kept_rows(bins, min(MAX_ROWS, MAX_CELLS // max(1, len(columns))))
     left_out = len(rows) - len(kept)
     remark = (
         f"{len(kept)} of {len(rows)} rows: those that went bad first, others at equal distances." if left_out else ""

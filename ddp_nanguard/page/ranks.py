@@ -16,6 +16,9 @@ from .magnitudes import evenly
 MAX_RANKS = 1024
 """Ranks that a page shows; of more it shows those that are affected, and others at equal distances."""
 
+MAX_TEXT = 200
+"""Characters of what a rank saw first."""
+
 
 @dataclass(frozen=True)
 class RankRow:
@@ -67,7 +70,8 @@ def _row(dump: DumpOutline, rank: int) -> RankRow:
 
 def _site_text(site: Site) -> str:
     where = f", micro-batch {site.micro_batch}" if site.micro_batch is not None else ""
-    return f"{site.phase}: {seen(site)}{where}"
+    text = f"{site.phase}: {seen(site)}{where}"
+    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 1]}…"
 
 
 def device_text(device: Device) -> str:

@@ -222,6 +222,7 @@ def test_a_large_heat_map_keeps_the_rows_that_went_bad_first(monkeypatch):
 def test_short_names_keep_the_numbers_that_tell_layers_apart():
     assert shortened("blocks.1.norm2.weight", 16) == "b.1.norm2.weight"
     assert shortened(layer(20), 36) == "m.d.l.20.s.output_projection"
+    assert shortened(layer(20), 16) == "m.d.l.20.s.outp…"
     assert shortened("x" * 40, 9) == "xxxx…xxxx" and shortened("head", 9) == "head"
 
 

@@ -71,10 +71,10 @@ function timelineFigure(data, colors, narrow) {
     notes.push({ xref: "paper", x: 0, y: top, xanchor: "left", yanchor: "top", showarrow: false, text: `↑ largest ${plain(data.limit.dtype)}: ${numberText(data.limit.value)}, ${Math.round(limit - high)} decades above`, font: { color: colors.dim, size: 11 }, bgcolor: colors.back });
   }
   for (const each of bads) notes.push({ x: last, y: edge(each), xanchor: "right", xshift: -10, showarrow: false, text: `${plain(each.name)}: ${numberText(each.values[each.values.length - 1]) ?? "NaN or Inf"}`, font: { color: colors.nan, size: 11 } });
-  const ticks = data.steps.length > (narrow ? 8 : 24) ? { nticks: narrow ? 6 : 14 } : { tickvals: data.steps };
+  const ticks = labelled(data.steps.map(String), (narrow ? 0.85 : 0.9) * room());
   return { traces, layout: layout(colors, { height: narrow ? 320 : 360, hovermode: "x unified", showlegend: true, shapes, annotations: notes,
     legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size: 12 } }, margin: { l: 8, r: 14, t: 8, b: 8 },
-    xaxis: { title: { text: "step", standoff: 6 }, ...ticks, tickformat: "d", gridcolor: colors.line, zeroline: false, fixedrange: true, automargin: true, range: [data.steps[0] - 0.5, last + 0.5] },
+    xaxis: { title: { text: "step", standoff: 6 }, tickvals: ticks.places.map((index) => data.steps[index]), ticktext: ticks.texts, tickangle: 0, gridcolor: colors.line, zeroline: false, fixedrange: true, automargin: true, range: [data.steps[0] - 0.5, last + 0.5] },
     yaxis: { type: "log", range: [low, bads.length ? end : top], gridcolor: colors.line, exponentformat: "power", dtick: Math.max(1, Math.ceil((end - low) / 8)), fixedrange: true, automargin: true } }) };
 }
 
@@ -87,10 +87,10 @@ function decade(bin) { return bin % 2 === 0 ? `1e${bin / 2}` : `${(10 ** (((bin 
 
 function cellText(bin) {
   if (bin === NAN || bin === INF || bin === ZERO) return { [NAN]: "NaN", [INF]: "Inf", [ZERO]: "0" }[bin];
-  return `${decade(bin)} to ${decade(bin + 1)}`;
+  return bin === MISSING ? "not there" : `${decade(bin)} to ${decade(bin + 1)}`;
 }
 
-function legend(data, colors, kinds, ends) {
+function legend(colors, kinds, ends) {
   const swatch = (background, text) => `<span><i style="background:${background}"></i>${text}</span>`;
   const ramp = `linear-gradient(90deg, ${colors.scale.map((stop) => `${stop[1]} ${stop[0] * 100}%`).join(", ")})`;
   const parts = ends === null ? [] : [`<span>${decade(ends[0])} <i style="width:5rem;background:${ramp};margin:0 .2rem"></i> ${decade(ends[1] + 1)}</span>`];
@@ -101,51 +101,74 @@ function legend(data, colors, kinds, ends) {
   return parts.join("");
 }
 
+// columns that are narrower than a pixel or two are told together by the worst of them: bytes grow from nothing to NaN
+function pooled(data, most) {
+  const bins = unpacked(data), width = data.columns.length, together = Math.ceil(width / most), count = Math.ceil(width / together);
+  const lines = data.rows.map((_, row) => {
+    const line = new Int8Array(count).fill(MISSING);
+    for (let column = 0; column < width; column += 1) line[Math.floor(column / together)] = Math.max(line[Math.floor(column / together)], bins[row * width + column]);
+    return Array.from(line);
+  });
+  const names = Array.from({ length: count }, (_, index) => {
+    const first = data.columns[index * together], last = data.columns[Math.min(width, (index + 1) * together) - 1];
+    return first === last ? String(first) : `${first} to ${last}, the worst`;
+  });
+  const ticks = Array.from({ length: count }, (_, index) => String(data.columns[index * together]));
+  return { lines, names, ticks, origin: data.origin === null ? null : [data.origin[0], Math.floor(data.origin[1] / together)] };
+}
+
+// labels that have room: every second or third of a few, the last one among them; round numbers of many
+function labelled(labels, pixels) {
+  const every = Math.ceil((labels.length * (10 + 7 * Math.max(...labels.map((label) => label.length)))) / pixels);
+  if (every > 4) return roundNumbers(labels, every);
+  const places = labels.map((_, index) => index).filter((index) => (labels.length - 1 - index) % every === 0);
+  return { places, texts: places.map((index) => labels[index]) };
+}
+
+function roundNumbers(labels, every) {
+  const numbers = labels.map(Number), wanted = (every * (numbers[numbers.length - 1] - numbers[0])) / numbers.length;
+  const power = 10 ** Math.floor(Math.log10(wanted)), step = [1, 2, 5, 10].map((factor) => factor * power).find((each) => each >= wanted);
+  const places = [], texts = [];
+  numbers.forEach((number, index) => {
+    const round = Math.floor(number / step) * step;
+    if (index > 0 && round <= numbers[index - 1]) return;
+    if (index === 0 && round !== number) return;
+    places.push(round < number ? index - 1 : index);  // a column may stand for several numbers
+    texts.push(String(round));
+  });
+  return { places, texts };
+}
+
 function mapFigure(data, colors, narrow, title) {
-  const bins = unpacked(data), width = data.columns.length, kinds = new Set();
-  const values = [], marks = [], texts = [];
-  let ends = null;
-  for (let row = 0; row < data.rows.length; row += 1) {
-    const line = bins.subarray(row * width, (row + 1) * width);
-    values.push(Array.from(line, (bin) => (bin <= ZERO || bin >= INF ? null : bin)));
-    marks.push(Array.from(line, (bin) => (bin === NAN ? 2 : bin === INF ? 1 : bin === ZERO ? 0 : null)));
-    texts.push(Array.from(line, (bin) => (bin === MISSING ? "not there" : cellText(bin))));
-    for (const bin of line) {
-      if (bin <= ZERO || bin >= INF) kinds.add(bin);
-      else ends = ends === null ? [bin, bin] : [Math.min(ends[0], bin), Math.max(ends[1], bin)];
-    }
-  }
-  const rows = data.rows.length, size = Math.max(3, Math.min(20, (onPaper() ? 700 : 900) / rows)), height = Math.max(90, rows * size) + 64;
-  const every = Math.ceil(13 / size);
-  const share = Math.min(1, Math.max(0.15, (width * 44) / ((narrow ? 0.6 : 0.75) * room())));
-  const y = data.rows.map((_, row) => row);
-  const begin = data.origin === null ? null : data.origin[0];
+  const pixels = (narrow ? 0.55 : 0.75) * room();
+  const { lines, names, ticks, origin } = pooled(data, Math.floor(pixels / (onPaper() ? 2 : 1.5)));
+  const rows = lines.length, width = names.length, isFine = width > 64;
+  const values = lines.map((line) => line.map((bin) => (bin <= ZERO || bin >= INF ? null : bin)));
+  const marks = lines.map((line) => line.map((bin) => (bin === NAN ? 2 : bin === INF ? 1 : bin === ZERO ? 0 : null)));
+  const finite = values.flat().filter((bin) => bin !== null);
+  const ends = finite.length ? finite.reduce(([low, high], bin) => [Math.min(low, bin), Math.max(high, bin)], [NAN, MISSING]) : null;
+  const text = lines.map((line, row) => line.map((bin, column) => `<b>${plain(data.rows[row].text)}</b><br>${title} ${names[column]}: ${cellText(bin)}`));
+  const size = Math.max(onPaper() ? 0.5 : 1.5, Math.min(20, (onPaper() ? 700 : 900) / rows)), every = Math.ceil(13 / size);
+  const x = names.map((_, column) => column), y = lines.map((_, row) => row);
+  const begin = origin === null ? null : origin[0];
   const at = y.filter((row) => row === begin || (row % every === 0 && (begin === null || Math.abs(row - begin) >= every)));
-  const names = data.rows.map((row) => plain(row.text));
-  const hover = { hovertemplate: `%{text}<extra></extra>`, text: texts.map((line, row) => line.map((text, column) => `<b>${names[row]}</b><br>${title} ${data.columns[column]}: ${text}`)) };
-  const even = width > 1 && data.columns.every((value, index) => value === data.columns[0] + index);
-  const x = even ? data.columns : data.columns.map(String);
-  const gap = { xgap: width > 64 ? 0 : 1, ygap: size > 8 && width <= 64 ? 1 : 0 };
-  const stops = [0, 1 / 3, 1 / 3, 2 / 3, 2 / 3, 1], paints = [colors.zero, colors.zero, colors.inf, colors.inf, colors.nan, colors.nan];
+  const short = (row) => plain(narrow ? data.rows[row].narrow : data.rows[row].short);
+  const map = { type: "heatmap", x, y, text, hovertemplate: "%{text}<extra></extra>", showscale: false, hoverongaps: false, xgap: isFine ? 0 : 1, ygap: size > 8 && !isFine ? 1 : 0 };
+  const paints = [colors.zero, colors.zero, colors.inf, colors.inf, colors.nan, colors.nan];
   const traces = [
-    { type: "heatmap", x, y, z: values, colorscale: colors.scale, showscale: false, zmin: ends === null ? 0 : ends[0], zmax: ends === null ? 1 : Math.max(ends[1], ends[0] + 1), hoverongaps: false, ...gap, ...hover },
-    { type: "heatmap", x, y, z: marks, colorscale: stops.map((stop, index) => [stop, paints[index]]), zmin: 0, zmax: 2, showscale: false, hoverongaps: false, ...gap, ...hover },
+    { ...map, z: values, colorscale: colors.scale, zmin: ends === null ? 0 : ends[0], zmax: ends === null ? 1 : Math.max(ends[1], ends[0] + 1) },
+    { ...map, z: marks, colorscale: [0, 1 / 3, 1 / 3, 2 / 3, 2 / 3, 1].map((stop, index) => [stop, paints[index]]), zmin: 0, zmax: 2 },
   ];
-  const shapes = [];
-  if (width > 64) {  // one column is a pixel or two: say where to look
-    const bad = x.filter((_, column) => marks.some((line) => line[column] > 0));
-    traces.push({ type: "scatter", mode: "markers", x: bad, y: bad.map(() => -0.5 - 9 / size), marker: { symbol: "triangle-down", size: 9, color: colors.nan }, hovertemplate: `${title} %{x}: NaN or Inf<extra></extra>`, cliponaxis: false });
+  if (isFine) {  // one column is a pixel or two: say where to look
+    const bad = x.filter((column) => marks.some((line) => line[column] > 0));
+    traces.push({ type: "scatter", mode: "markers", x: bad, y: bad.map(() => -0.5 - 9 / size), text: bad.map((column) => names[column]), marker: { symbol: "triangle-down", size: 9, color: colors.nan }, hovertemplate: `${title} %{text}: NaN or Inf<extra></extra>`, cliponaxis: false });
   }
-  if (data.origin !== null) {
-    const [row, column] = data.origin, place = even ? data.columns[column] : column;
-    shapes.push({ type: "rect", x0: place - 0.5, x1: place + 0.5, y0: row - 0.5, y1: row + 0.5, line: { color: colors.text, width: 2.5 } });
-  }
-  const ticks = width > (narrow ? 8 : 32) ? { nticks: narrow ? 5 : 12 } : { tickvals: x };
-  const short = (row) => plain(narrow ? row.narrow : row.short);
-  const figure = { traces, layout: layout(colors, { height, shapes,
-    xaxis: { domain: [0, share], type: even ? "linear" : "category", title: { text: title, standoff: 6 }, ...ticks, tickformat: even ? "d" : undefined, fixedrange: true, automargin: true, showgrid: false, zeroline: false },
-    yaxis: { range: [rows - 0.5, width > 64 ? -0.5 - 16 / size : -0.5], tickvals: at, ticktext: at.map((row) => (row === begin ? `<b>${short(data.rows[row])}</b>` : short(data.rows[row]))), tickfont: { size: 11 }, fixedrange: true, automargin: true, showgrid: false, zeroline: false } }) };
-  return { ...figure, legend: legend(data, colors, kinds, ends) };
+  const shapes = origin === null ? [] : [{ type: "rect", x0: origin[1] - 0.5, x1: origin[1] + 0.5, y0: begin - 0.5, y1: begin + 0.5, line: { color: colors.text, width: size < 8 || width > 128 ? 1.5 : 2.5 } }];
+  const share = Math.min(1, Math.max(0.15, (width * 44) / pixels)), { places, texts } = labelled(ticks, pixels * share);
+  const axis = { fixedrange: true, automargin: true, showgrid: false, zeroline: false };
+  return { traces, legend: legend(colors, new Set(lines.flat()), ends), layout: layout(colors, { height: Math.max(90, rows * size) + 64, shapes,
+    xaxis: { ...axis, domain: [0, share], range: [-0.5, width - 0.5], title: { text: title, standoff: 6 }, tickvals: places, ticktext: texts, tickangle: 0 },
+    yaxis: { ...axis, range: [rows - 0.5, isFine ? -0.5 - 16 / size : -0.5], tickvals: at, ticktext: at.map((row) => (row === begin ? `<b>${short(row)}</b>` : short(row))), tickfont: { size: 11 } } }) };
 }
 
 function charts(data) {
