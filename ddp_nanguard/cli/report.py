@@ -32,14 +32,21 @@ def add_report(commands: Commands) -> None:
 
 def run_report(options: argparse.Namespace) -> int:
     """Run ``ddp-nanguard report DUMP|DIR``: write the page, the picture or both. Returns 0, or 2 without the extra."""
-    wanted = [("report --png", ("matplotlib",))] if options.png is not None else []
-    wanted += [("report", ("jinja2", "plotly"))] if options.out is not None or options.png is None else []
-    for command, packages in wanted:
-        if any(importlib.util.find_spec(package) is None for package in packages):
-            needed = " and ".join(packages)
-            print(f"ddp-nanguard {command} needs {needed}: pip install 'ddp-nanguard[report]'", file=sys.stderr)
-            return WRONG_USAGE
+    wants_page = options.out is not None or options.png is None
+    if (options.png is not None and _lacks("report --png", "matplotlib")) or (
+        wants_page and _lacks("report", "jinja2", "plotly")
+    ):
+        return WRONG_USAGE
     return _write_page(options) if _is_dump(options.paths) else _write_index(options)
+
+
+def _lacks(command: str, *packages: str) -> bool:
+    """Whether one of the packages is not installed; then a line names them and the extra."""
+    if all(importlib.util.find_spec(package) is not None for package in packages):
+        return False
+    needed = " and ".join(packages)
+    print(f"ddp-nanguard {command} needs {needed}: pip install 'ddp-nanguard[report]'", file=sys.stderr)
+    return True
 
 
 def _is_dump(paths: list[str]) -> bool:

@@ -16,8 +16,8 @@ from ddp_nanguard.dump.read import Dump
 from ddp_nanguard.errors import DumpError
 from ddp_nanguard.report.messages import seen, where
 from ddp_nanguard.report.text import fault_rows, headline, human_size
-from ddp_nanguard.report.types import FaultReport, Phase
-from ddp_nanguard.report.wording import ranges_text
+from ddp_nanguard.report.types import FaultReport
+from ddp_nanguard.report.wording import plural, ranges_text
 
 from .batch import batch_table
 from .magnitudes import Grid, grid
@@ -67,6 +67,8 @@ class PageContent:
         commands: (name, command, purpose).
         no_replay: why there is no command to replay; "" where there is one.
         warnings: what limits all that the page says, such as peers that did not answer.
+        world_size, step: of the report.
+        last_step: whose values are kept as those of the fault: after a bad update it may be the next one.
         rank: whose timeline, layers and batch are shown; None where the dump holds no rank.
         source: an `Excerpt`.
         timeline: a `Timeline`.
@@ -91,6 +93,7 @@ class PageContent:
     warnings: tuple[str, ...]
     world_size: int
     step: int
+    last_step: int
     rank: int | None
     source: Part
     timeline: Part
@@ -125,7 +128,7 @@ def page_content(dump: Dump, rank: int | None = None, *, contents: bool = False)
     rank = _rank_shown(dump, rank)
     shown = ranks_shown(dump)
     weights, weights_remark = _weights(dump)
-    line, by_step = _of_history(dump, rank, weights_remark)
+    line, by_step, last = _of_history(dump, rank, weights_remark)
     commands, no_replay = _commands(dump, report)
     return PageContent(
         where=place,
@@ -137,6 +140,7 @@ def page_content(dump: Dump, rank: int | None = None, *, contents: bool = False)
         warnings=tuple(_warnings(dump)),
         world_size=report.world_size,
         step=report.step,
+        last_step=last,
         rank=rank,
         source=_source(dump),
         timeline=line,
@@ -185,8 +189,6 @@ def _warnings(dump: Dump) -> list[str]:
         found.append("Each rank wrote its part of the dump without the others.")
     if report.origin is None:
         found.append("The fault was attributed to no place, so no layer, operator or line is named.")
-    if report.origin is not None and report.origin.phase is Phase.OPTIMIZER:
-        found.append("An update made it, from gradients that were finite: values of the step itself may look healthy.")
     if dump.missing_ranks:
         found.append(f"Nothing of these ranks is in the dump as it lies here: {ranges_text(dump.missing_ranks)}.")
     return [*found, *(f"Not written: {problem}." for problem in manifest.problems)]
@@ -204,33 +206,37 @@ def _source(dump: Dump) -> Part:
 
 
 def _why_no_operator(report: FaultReport) -> str:
-    look = report.second_look
-    if look is None:
-        return "there was no second look at the step."
-    return "the second look was not done." if look.outcome == "not_done" else "the second look did not meet it."
+    outcome = report.second_look.outcome if report.second_look is not None else ""
+    known = {"": "there was no second look at the step.", "not_done": "the second look was not done."}
+    return known.get(outcome, "the second look was finite." if outcome == "finite" else "the second look traced none.")
 
 
 # -- the history -------------------------------------------------------------------------------------------------------
 
 
-def _of_history(dump: Dump, rank: int | None, weights_remark: str) -> tuple[Part, Part]:
-    """The timeline and the heat map by step of one rank."""
+def _of_history(dump: Dump, rank: int | None, weights_remark: str) -> tuple[Part, Part, int]:
+    """Of one rank the timeline, the heat map by step, and the step whose values are kept as those of the fault."""
+    step = dump.report.step
     if rank is None:
         nothing = Part(None, "The dump holds no rank's files.")
-        return nothing, nothing
+        return nothing, nothing, step
     try:
         arrays, dtypes = dump.history(rank), dump.evidence(rank).dtypes
     except DumpError as error:
         nothing = Part(None, f"The history of rank {rank} cannot be read: {error}.")
-        return nothing, nothing
-    clean = {step: slots_in(arrays, step_prefix(step)) for step in arrays["steps"].tolist()}
-    faulty, step = slots_in(arrays, FAULT), dump.report.step
+        return nothing, nothing, step
+    clean = {each: slots_in(arrays, step_prefix(each)) for each in arrays["steps"].tolist()}
+    faulty = slots_in(arrays, FAULT)
     if step in clean:  # a bad update, whose own step was clean: kept twice, or met by the next step
         step = _step_of_update(clean, faulty, step)
-    norms = arrays["gradient_norm"].tolist()
+    norms = arrays["gradient_norm"].tolist()[: len(clean)]
     line = timeline(clean, faulty, step, norms, dtype_of(dump.report, dtypes))
-    origin = dump.report.origin if rank == dump.report.origin_rank else None
-    return _timeline_part(line, weights_remark), _map_part(grid({**clean, step: faulty}, origin, dump.report.step))
+    origin = dump.report.origin
+    is_here = origin is not None and origin.rank in (rank, None)
+    found = grid({**clean, step: faulty}, origin if is_here else None, dump.report.step)
+    if step != dump.report.step:
+        weights_remark = f"Step {step} met what the update of step {dump.report.step} had left. {weights_remark}"
+    return _timeline_part(line, weights_remark), _map_part(found, is_here), step
 
 
 def _step_of_update(clean: dict[int, dict[str, tuple[float, float]]], faulty: object, step: int) -> int:
@@ -249,10 +255,13 @@ def _timeline_part(line: Timeline, weights_remark: str) -> Part:
     return Part(line, weights_remark)
 
 
-def _map_part(found: Grid) -> Part:
+def _map_part(found: Grid, is_here: bool) -> Part:
+    """A heat map, and whether the place where the fault began is in it, where it may be."""
     if not found.rows:
         return Part(None, "Nothing was watched by layer or parameter in these steps.")
-    return Part(found, found.remark)
+    is_missing = is_here and found.origin is None
+    where_it_began = "The place where it began is none of these rows." if is_missing else ""
+    return Part(found, " ".join(text for text in (found.remark, where_it_began) if text))
 
 
 def _by_rank(dump: Dump, ranks: list[int]) -> Part:
@@ -265,7 +274,7 @@ def _by_rank(dump: Dump, ranks: list[int]) -> Part:
         except DumpError:
             unread.append(rank)
     origin = dump.report.origin
-    part = _map_part(grid(columns, origin, origin.rank if origin is not None else None))
+    part = _map_part(grid(columns, origin, origin.rank if origin is not None else None), False)
     missing = f"Without a readable history: ranks {ranges_text(unread)}." if unread else ""
     return Part(part.found, " ".join(text for text in (part.remark, missing) if text))
 
@@ -297,8 +306,8 @@ def _largest(tensor: torch.Tensor) -> float:
 
 def _ranks_remark(dump: Dump, shown: list[int]) -> str:
     report = dump.report
-    count = f"{report.num_ranks_affected} of {report.world_size} ranks are affected"
-    few = "" if len(shown) == len(dump.ranks) else f"; {len(shown)} of {len(dump.ranks)} are shown"
+    count = f"Affected: {report.num_ranks_affected} of {plural(report.world_size, 'rank')}"
+    few = "" if len(shown) == len(dump.ranks) else f"; shown: {len(shown)} of the {len(dump.ranks)} here"
     return f"{count}{few}."
 
 
@@ -319,7 +328,8 @@ def _look(report: FaultReport) -> tuple[str, str]:
     look = report.second_look
     if look is None:
         return "none", "The step was not run a second time in place."
-    return look.outcome.replace("_", " "), look.text
+    outcome = look.outcome.replace("_", " ")
+    return outcome, look.text.removeprefix(f"{outcome}: ")
 
 
 def _unchecked(dump: Dump, rank: int | None) -> tuple[str, ...]:

@@ -99,7 +99,7 @@ def shortened(name: str, limit: int) -> str:
             parts[index] = part[0]
     text = ".".join(parts)
     outer = len(text) - len(parts[-1])
-    head = limit - 1 if 0 < outer < limit - 2 else (limit - 1) // 2
+    head = limit - 1 if 0 < outer < limit else (limit - 1) // 2
     return text if len(text) <= limit else f"{text[:head]}…{text[len(text) + head + 1 - limit :]}"
 
 

@@ -1,8 +1,8 @@
 """`dump_page` and `index_page`: HTML of the templates beside this module, with all that it needs inside.
 
 [Note: packed scripts] plotly.js is 4.8 MB of text. It comes from the installed plotly package, compressed and as base64
-in the page, and is unpacked there by the browser's own ``DecompressionStream``; so are the numbers of the charts. Nothing
-is loaded from anywhere: a policy in the page's head forbids it.
+in the page, and is unpacked there by the browser's own ``DecompressionStream``; so are the numbers of the charts.
+Nothing is loaded from anywhere: a policy in the page's head forbids it.
 """
 
 from __future__ import annotations

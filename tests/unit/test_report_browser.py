@@ -65,7 +65,7 @@ def test_a_page_of_512_ranks_is_small_and_names_no_address(wide_html):
     assert len(wide_html.encode()) <= 2.5e6 and wide_html.count('<tr class="affected') == 3
     without_plotly = wide_html.replace(packed_in(wide_html, "plotly"), "")
     assert not re.search(r"""https?://|(?:src|href)=["'](?!data:)|url\(|@import""", without_plotly)
-    assert "3 of 512 ranks are affected." in wide_html and "cuda:5, NVIDIA H200" in wide_html
+    assert "Affected: 3 of 512 ranks." in wide_html and "cuda:5, NVIDIA H200" in wide_html
 
 
 def test_the_layers_that_a_page_names_are_those_of_the_dump(wide_html):

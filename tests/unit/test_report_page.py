@@ -81,10 +81,6 @@ NO_STEPS = {"steps": np.array([], dtype=np.int64), **dict.fromkeys(SERIES, np.ar
         ({"history": NO_STEPS}, ["The history holds no clean step before the fault: no line to draw.", "chart-steps"]),
         ({"report": dataclasses.replace(report(), origin=None)}, ["The fault was attributed to no place", "step 7:"]),
         ({"report": dataclasses.replace(report(), single_rank_view=True)}, ["Peers did not answer: all of this is"]),
-        (
-            {"report": dataclasses.replace(report(), origin=dataclasses.replace(site(), phase=Phase.OPTIMIZER))},
-            ["An update made it, from gradients that were finite"],
-        ),
         ({"options": {"redact": True}}, ["No replay as it is; to replay, train with redact=False."]),
         ({"report": dataclasses.replace(report(), unchecked=("a scripted <i>",))}, ["<li>a scripted &lt;i&gt;</li>"]),
         ({"window": []}, ["The dump holds no batch of rank 0."]),
@@ -93,12 +89,17 @@ NO_STEPS = {"steps": np.array([], dtype=np.int64), **dict.fromkeys(SERIES, np.ar
             [
                 "One rank trained, so there are no others to compare it with.",
                 "there was no second look at the step.",
+                "The place where it began is none of these rows.",
                 "The report names nothing that was left unchecked.",
                 "The step was not run a second time in place.",
             ],
         ),
         (
-            {"report": dataclasses.replace(report(), second_look=SecondLook("not_done", "it has changed weights"))},
+            {
+                "report": dataclasses.replace(
+                    report(), second_look=SecondLook("not_done", "not done: it has changed weights")
+                )
+            },
             ["the second look was not done.", '<b class="tag outcome">not done</b> it has changed weights'],
         ),
     ],
@@ -133,6 +134,8 @@ def test_a_bad_update_is_no_clean_step_of_the_timeline(tmp_path, capsys):
     steps |= {name.replace("6", "7").replace("5", "6"): array for name, array in steps.items() if name[:5] == "step."}
     met_later = page_of(capsys, of_request(tmp_path / "a", history=steps))
     assert json.loads(unpacked(met_later, "charts"))["maps"]["steps"]["columns"] == [6, 7, 8]
+    assert "the last column is the step that met it" in met_later and "Layers by rank, step 8" in met_later
+    assert "Step 8 met what the update of step 7 had left." in met_later
     kept = steps | {f"step.7.{part}": steps[f"fault.{part}"] for part in ("labels", "values")}
     itself = page_of(capsys, of_request(tmp_path / "b", history=kept))
     assert json.loads(unpacked(itself, "charts"))["maps"]["steps"]["columns"] == [6, 7]
