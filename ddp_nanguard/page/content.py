@@ -122,8 +122,9 @@ def page_content(dump: Dump, rank: int | None = None, *, contents: bool = False)
     Raises:
         DumpError: the dump has no such rank.
     """
-    path = " ".join(shlex.quote(str(each)) for each in dump.paths)
-    report = dataclasses.replace(dump.report, dump_path=path)  # it may have been copied, or lie on several nodes
+    # it may have been copied, or lie on several nodes; and a page is read from elsewhere
+    path = " ".join(shlex.quote(str(each.absolute())) for each in dump.paths)
+    report = dataclasses.replace(dump.report, dump_path=path)
     place, event = headline(report)
     rank = _rank_shown(dump, rank)
     shown = ranks_shown(dump)
@@ -345,7 +346,7 @@ def _about(dump: Dump) -> list[tuple[str, str]]:
     manifest = dump.manifest
     run = manifest.run
     return [
-        ("dump", ", ".join(map(str, dump.paths))),
+        ("dump", ", ".join(str(path.absolute()) for path in dump.paths)),
         ("written", manifest.created),
         ("size", human_size(dump.size_bytes)),
         ("ranks", f"{len(dump.ranks)} of {dump.world_size} here"),

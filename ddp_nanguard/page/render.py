@@ -8,6 +8,7 @@ Nothing is loaded from anywhere: a policy in the page's head forbids it.
 from __future__ import annotations
 
 import base64
+import functools
 import gzip
 import json
 import shlex
@@ -31,8 +32,6 @@ MAX_NAME, MAX_NARROW_NAME = 36, 16
 
 def dump_page(content: PageContent) -> str:
     """The report page of one dump."""
-    from plotly.offline import get_plotlyjs
-
     charts = {
         "rank": content.rank,
         "timeline": _timeline_data(content),
@@ -43,7 +42,7 @@ def dump_page(content: PageContent) -> str:
         "dump.html",
         page=content,
         charts=packed(json.dumps(json_safe(charts), separators=(",", ":"))) if has_charts else "",
-        plotly=packed(get_plotlyjs()) if has_charts else "",
+        plotly=_packed_plotly() if has_charts else "",
         step_table=_table(content.by_step.found),
     )
 
@@ -66,6 +65,13 @@ def index_page(dumps: Sequence[DumpSummary], found: Sequence[Incident], roots: S
 def packed(text: str) -> str:
     """A text as base64 of its gzip, the same for the same text."""
     return base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode()
+
+
+@functools.cache
+def _packed_plotly() -> str:
+    from plotly.offline import get_plotlyjs
+
+    return packed(get_plotlyjs())
 
 
 def _rendered(template: str, **values: Any) -> str:

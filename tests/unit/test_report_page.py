@@ -72,6 +72,7 @@ def test_names_of_layers_and_files_are_shown_and_do_nothing(tmp_path, capsys):
     assert page.count("</script>") == 4, "two packed parts and the page's own two"
 
 
+NOT_DONE = SecondLook("not_done", "not done: it has changed weights")
 NO_STEPS = {"steps": np.array([], dtype=np.int64), **dict.fromkeys(SERIES, np.array([]))}
 
 
