@@ -100,13 +100,22 @@ def _of_tensor(name: str, tensor: Tensor, size: int | None, contents: bool, dtyp
     content = _content(tensor) if contents else ""
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized or tensor.is_nested:
         return Leaf(name, dtype, f"{_dims(tensor)}, {dtype_name(tensor.layout)}: not looked at", content=content)
-    if tensor.is_floating_point():
-        tensor = tensor.detach().to(torch.float64)  # the small floats have few operators
-    is_ordered = not tensor.is_complex() and tensor.dtype is not torch.bool
+    tensor = _with_operators(tensor.detach())
     bad = nonfinite(tensor)
-    finite = tensor[~bad] if is_ordered else tensor[:0]
+    is_ordered = not tensor.is_complex() and tensor.dtype is not torch.bool
+    finite = (tensor[~bad] if bad.any() else tensor) if is_ordered else tensor.new_empty(0)
     ends = f"{number_text(finite.min().item())} … {number_text(finite.max().item())}" if finite.numel() else ""
     return Leaf(name, dtype, _shape(tuple(tensor.shape)), ends, _bad_text(tensor, bad, size), content)
+
+
+def _with_operators(tensor: Tensor) -> Tensor:
+    """The tensor in a dtype that knows minimum and maximum: floats of a byte do not, nor do large unsigned integers."""
+    if tensor.is_floating_point():
+        return tensor.to(torch.float32) if tensor.itemsize == 1 else tensor
+    return tensor.to(torch.float64) if tensor.dtype in _UNSIGNED else tensor
+
+
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 
 def _bad_text(tensor: Tensor, bad: Tensor, size: int | None) -> str:

@@ -36,7 +36,7 @@ FLOORS = (
 )
 """Rooms: folders, and modules of the root. One imports from the floors below it, and from nowhere else."""
 WITHOUT_COMMUNICATION = {"report", "errors", "config", "hooks"}
-MAY_TOUCH_FILES = {"dump", "cli", "replay", "script"}
+MAY_TOUCH_FILES = {"dump", "cli", "replay", "script", "page"}
 MAX_ROOT_MODULES = 12
 
 

@@ -20,7 +20,7 @@ from ddp_nanguard.page.magnitudes import INF, MISSING, NAN, ZERO, bin_of, grid, 
 from ddp_nanguard.page.source import excerpt
 from ddp_nanguard.report.slot_key import SlotKey
 from ddp_nanguard.report.types import FirstOperator, Phase, SecondLook
-from tests.dump_requests import history, report, request, site
+from tests.dump_requests import DTYPES, history, report, request, site
 from tests.golden import GOLDEN
 from tests.page_dumps import edited, layer, unpacked, wide_dump
 from tests.unit.test_cli import run_cli
@@ -168,6 +168,13 @@ def test_a_batch_of_tensors_of_every_kind_has_a_table():
         "2 × 2",
         "0 × 3",
     }
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_tensor_of_every_dtype_has_a_range_or_none(dtype):
+    (leaf,) = batch_table(MicroBatch(0, torch.ones(2).to(dtype), capture()), contents=False).leaves
+    has_no_order = dtype.is_complex or dtype is torch.bool
+    assert (leaf.name, leaf.shape, leaf.bad) == ("batch", "2", "") and leaf.range == ("" if has_no_order else "1 … 1")
 
 
 def test_source_lines_are_those_of_the_recorded_statement(tmp_path):
