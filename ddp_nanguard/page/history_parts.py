@@ -55,8 +55,8 @@ def history_parts(dump: Dump, rank: int | None, weights_remark: str) -> tuple[Pa
     faulty = slots_in(arrays, FAULT)
     if step in clean:  # a bad update, whose own step was clean: kept twice, or met by the next step
         step = _step_of_update(clean, faulty, step)
-    norms = arrays["gradient_norm"].tolist()[: len(clean)]
-    line = timeline(clean, faulty, step, norms, dtype_of(dump.report, dtypes))
+    norms = dict(zip(arrays["steps"].tolist(), arrays["gradient_norm"].tolist(), strict=True))
+    line = timeline(clean, faulty, step, [norms[each] for each in clean], dtype_of(dump.report, dtypes))
     origin = dump.report.origin
     is_here = origin is not None and origin.rank in (rank, None)
     found = grid({**clean, step: faulty}, origin if is_here else None, dump.report.step)
@@ -123,7 +123,7 @@ def weights_known(dump: Dump) -> tuple[float | None, str]:
         largest = max(map(_largest, dump.load_state(shapes).values()), default=0.0)
     except DumpError as error:
         return None, f"Weights are not kept over time, and those of the dump cannot be read: {error}."
-    return largest, f"Weights are not kept over time; the largest in the dump is {number_text(largest)}."
+    return largest, f"Weights are not kept over time; the largest finite one in the dump is {number_text(largest)}."
 
 
 def _largest(tensor: torch.Tensor) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from .timeline import Timeline
 
 WIDTH_INCHES = 9.0
 DPI = 160
-MAX_NAME = 34
+MAX_NAME, MAX_TITLE = 34, 100
 _LINES = ("#0b5cad", "#a0497f", "#00795a", "#6b6100")
 _NAN, _INF, _ZERO = "#d55e00", "#f0b400", "#c9ced6"
 
@@ -49,7 +50,7 @@ def _height(found: Grid | None) -> float:
 
 
 def _title(content: PageContent) -> str:
-    return f"{content.where}:\n{content.what}"
+    return "\n".join([f"{content.where}:", *textwrap.wrap(content.what, MAX_TITLE)])
 
 
 def _draw_timeline(axes: Any, line: Timeline) -> None:

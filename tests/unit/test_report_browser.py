@@ -20,6 +20,7 @@ pytest.importorskip("plotly", reason="the page needs the extra [report]")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 QUIET = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 LIGHT, DARK = "rgb(255, 255, 255)", "rgb(20, 23, 28)"
+HOVER_BOX = "document.querySelector('#chart-steps .hoverlayer .hovertext').getBoundingClientRect().toJSON()"
 WIDE = {"width": 1200, "height": 900}
 WAIT_FOR_NARROW_CHART = """() => new Promise((done) => {
     const chart = document.querySelector("#chart-ranks .main-svg");

@@ -55,7 +55,7 @@ def test_the_page_of_a_real_fault_has_what_a_person_needs(tmp_path, capsys):
     for command in ("replay {} --trace", "show {}", "explain {}"):
         assert f'data-copy="ddp-nanguard {command.format(dump)}"' in page
     assert "/job/tests/golden/recipe.py is not at hand here; the dump holds the statement alone" in page
-    assert "Weights are not kept over time; the largest in the dump is 8." in page
+    assert "Weights are not kept over time; the largest finite one in the dump is 8." in page
     assert '<tr class="marked"><th scope="row">2</th><td>NaN</td><td>NaN</td><td>NaN</td></tr>' in page
     assert "<code>batch[&#34;x&#34;]</code></th><td>float32</td><td>4</td><td>-16 … 25</td><td>–</td>" in page
     assert "same on all 2 ranks: deterministic" in page and "<dd>2.13.0+cpu</dd>" in page

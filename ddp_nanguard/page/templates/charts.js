@@ -21,6 +21,16 @@ function theme() { return dark.matches && !onPaper() ? themes.dark : themes.ligh
 // plotly reads a few tags in texts; names of layers are data
 function plain(text) { return String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;"); }
 
+// a long name in lines, broken after its dots where that is possible
+function wrapped(text, limit) {
+  const lines = [""];
+  for (const part of text.match(/[^. ]*[. ]?/g)) {
+    if (lines[lines.length - 1].length + part.length > limit && lines[lines.length - 1] !== "") lines.push("");
+    lines[lines.length - 1] += part;
+  }
+  return lines.flatMap((line) => line.match(new RegExp(`.{1,${limit}}`, "gu")) ?? [""]).map(plain).join("<br>");
+}
+
 function numberText(value) { return typeof value === "number" ? String(Number(value.toPrecision(5))) : { nan: "NaN", inf: "Inf", "-inf": "-Inf" }[value]; }
 
 const PAPER = 680;  // pixels between the margins of A4, and of Letter
@@ -147,7 +157,8 @@ function mapFigure(data, colors, narrow, title) {
   const marks = lines.map((line) => line.map((bin) => (bin === NAN ? 2 : bin === INF ? 1 : bin === ZERO ? 0 : null)));
   const finite = values.flat().filter((bin) => bin !== null);
   const ends = finite.length ? finite.reduce(([low, high], bin) => [Math.min(low, bin), Math.max(high, bin)], [NAN, MISSING]) : null;
-  const text = lines.map((line, row) => line.map((bin, column) => `<b>${plain(data.rows[row].text)}</b><br>${title} ${names[column]}: ${cellText(bin)}`));
+  const heads = data.rows.map((row) => `<b>${wrapped(row.text, narrow ? 34 : 100)}</b>`);
+  const text = lines.map((line, row) => line.map((bin, column) => `${heads[row]}<br>${title} ${names[column]}: ${cellText(bin)}`));
   const size = Math.max(onPaper() ? 0.5 : 1.5, Math.min(20, (onPaper() ? 700 : 900) / rows)), every = Math.ceil(13 / size);
   const x = names.map((_, column) => column), y = lines.map((_, row) => row);
   const begin = origin === null ? null : origin[0];
