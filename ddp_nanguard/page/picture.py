@@ -58,7 +58,7 @@ def _draw_timeline(axes: Any, line: Timeline) -> None:
         values = np.array([np.nan if value is None else abs(value) for value in each.values])
         color = _LINES[index % len(_LINES)]
         finite = np.where(np.isfinite(values) & (values > 0), values, np.nan)
-        axes.plot(line.steps, finite, marker="osD^"[index % 4], ms=4, lw=1.5, color=color, label=each.name)
+        axes.plot(line.steps, finite, marker="osD^"[index % 4], ms=4, lw=1.5, color=color, label=each.legend)
         bad = [step for step, value in zip(line.steps, each.values, strict=True) if _is_bad(value)]
         axes.plot(bad, [0.95 - 0.07 * index] * len(bad), "x", color=color, mew=2, transform=axes.get_xaxis_transform())
     axes.set_yscale("log")

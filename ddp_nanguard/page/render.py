@@ -93,7 +93,7 @@ def _timeline_data(content: PageContent) -> dict[str, Any] | None:
     if line is None:
         return None
     limit = {"dtype": line.limit[0], "value": line.limit[1]} if line.limit is not None else None
-    series = [{"name": each.name, "values": each.values} for each in line.series]
+    series = [{"name": each.name, "legend": each.legend, "values": each.values} for each in line.series]
     return {"steps": line.steps, "series": series, "limit": limit, "weights": content.weights}
 
 

@@ -29,6 +29,12 @@ class Series:
     values: tuple[float | None, ...]
 
     @property
+    def legend(self) -> str:
+        """The name beside a logarithmic axis, which has no room for signs."""
+        is_negative = any(value is not None and value < 0 for value in self.values)
+        return f"{self.name}, absolute" if is_negative else self.name
+
+    @property
     def texts(self) -> tuple[str, ...]:
         """The values as a table shows them."""
         return tuple(number_text(value) for value in self.values)

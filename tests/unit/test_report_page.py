@@ -18,6 +18,7 @@ from ddp_nanguard.page import magnitudes
 from ddp_nanguard.page.batch import batch_table
 from ddp_nanguard.page.magnitudes import INF, MISSING, NAN, ZERO, bin_of, grid, shortened
 from ddp_nanguard.page.source import excerpt
+from ddp_nanguard.page.timeline import timeline
 from ddp_nanguard.report.slot_key import SlotKey
 from ddp_nanguard.report.types import FirstOperator, Phase, SecondLook
 from tests.dump_requests import DTYPES, history, report, request, site
@@ -228,6 +229,17 @@ def test_a_large_heat_map_keeps_the_rows_that_went_bad_first(monkeypatch):
     row, column = found.origin
     assert (found.rows[row].name, found.columns[column], found.bins[row].tolist()) == ("layers.57", 2, [0, NAN])
     assert grid({1: {}, 2: bad}, None, None).bins[0, 0] == MISSING
+
+
+def test_a_negative_loss_is_drawn_by_its_size_and_told_with_its_sign():
+    label = SlotKey(Phase.LOSS, 0, "loss", None, "").to_label()
+    found = timeline({1: {label: (-2.5, -2.5)}}, {label: (float("nan"), float("nan"))}, 2, [float("nan")], "bfloat16")
+    (series,) = found.series
+    assert (series.legend, series.texts, found.limit) == (
+        "loss, absolute",
+        ("-2.5", "NaN"),
+        ("bfloat16", 2.0**128 * (1 - 2.0**-8)),
+    )
 
 
 def test_short_names_keep_the_numbers_that_tell_layers_apart():

@@ -63,7 +63,7 @@ function timelineFigure(data, colors, narrow) {
     const bad = data.steps.filter((_, at) => typeof each.values[at] === "string");
     const texts = each.values.map((value) => (value === null ? "" : numberText(value)));
     return [
-      { type: "scatter", mode: "lines+markers", name: each.name, x: data.steps, y, customdata: texts, line: { color, width: 2, dash: ["solid", "dash", "dot", "dashdot"][index % 4] },
+      { type: "scatter", mode: "lines+markers", name: each.legend, x: data.steps, y, customdata: texts, line: { color, width: 2, dash: ["solid", "dash", "dot", "dashdot"][index % 4] },
         marker: { color, size: 7, symbol }, hovertemplate: `${each.name} %{customdata}<extra></extra>`, showlegend: true },
       { type: "scatter", mode: "markers", x: bad, y: bad.map(() => 10 ** edge(each)), customdata: bad.map((step) => texts[data.steps.indexOf(step)]),
         marker: { color, size: 11, symbol: ["x", "cross", "star", "hexagram"][index % 4], line: { color: colors.nan, width: 1.5 } },
