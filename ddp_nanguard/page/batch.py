@@ -86,21 +86,21 @@ def _redacted(described: Any) -> Iterator[Leaf]:
 def _leaves(batch: Any, contents: bool) -> Iterator[Leaf]:
     size = batch_size(batch)
     for name, tensor in batch_tensors(batch).items():
-        yield _of_tensor(name, tensor, size, contents)
+        yield _of_tensor(name, tensor, size, _content(tensor) if contents else "")
     others = ((f"batch{path_text(path)}", leaf) for path, leaf in batch_leaves(batch) if not isinstance(leaf, Tensor))
     for name, leaf in itertools.islice(others, 10 * MAX_LEAVES):
+        content = _content(leaf) if contents else ""
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
-            yield _of_tensor(name, torch.from_numpy(leaf.astype(np.float64)), size, contents, str(leaf.dtype))
+            yield _of_tensor(name, torch.from_numpy(leaf.astype(np.float64)), size, content, str(leaf.dtype))
         elif not batch_tensors(leaf):  # an object whose tensors have been told
-            yield Leaf(name, type(leaf).__name__, content=_content(leaf) if contents else "")
+            yield Leaf(name, type(leaf).__name__, content=content)
 
 
-def _of_tensor(name: str, tensor: Tensor, size: int | None, contents: bool, dtype: str | None = None) -> Leaf:
+def _of_tensor(name: str, tensor: Tensor, size: int | None, content: str, dtype: str | None = None) -> Leaf:
     dtype = dtype or dtype_name(tensor.dtype)
-    content = _content(tensor) if contents else ""
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized or tensor.is_nested:
         return Leaf(name, dtype, f"{_dims(tensor)}, {dtype_name(tensor.layout)}: not looked at", content=content)
-    tensor = _with_operators(tensor.detach())
+    tensor = _with_operators(tensor.detach().resolve_conj())
     bad = nonfinite(tensor)
     is_ordered = not tensor.is_complex() and tensor.dtype is not torch.bool
     finite = (tensor[~bad] if bad.any() else tensor) if is_ordered else tensor.new_empty(0)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -161,9 +162,13 @@ def test_contents_of_the_batch_come_only_on_request():
 
 def test_a_batch_of_tensors_of_every_kind_has_a_table():
     eye = torch.eye(2)
-    batch = [eye.to_sparse(), eye.to(torch.float8_e4m3fn), eye.to(torch.complex64), torch.empty(0, 3), eye.to("meta")]
-    leaves = batch_table(MicroBatch(0, batch, capture()), contents=True).leaves
-    assert {leaf.shape for leaf in leaves} == {
+    ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    batch = [eye.to_sparse(), eye.to(torch.complex64).conj(), torch.empty(0, 3), eye.to("meta"), ragged]
+    leaves = batch_table(MicroBatch(0, [*batch, np.zeros(2, ">i4")], capture()), contents=True).leaves
+    assert leaves[-1].content == "array([0, 0], dtype='>i4')"
+    assert {re.sub(r"j\d+", "j", leaf.shape) for leaf in leaves} == {
+        "2",
+        "2 × j, jagged: not looked at",
         "2 × 2, sparse_coo: not looked at",
         "2 × 2, strided: not looked at",
         "2 × 2",
