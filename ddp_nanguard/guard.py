@@ -278,7 +278,7 @@ class NanGuard:
             self._leave_with(error)
             return
         if isinstance(error, Exception):
-            end_if_fault(self, error)
+            end_if_fault(self if self._takeover is None else self._takeover, error)
         self._detach()
 
     def __enter__(self) -> NanGuard:

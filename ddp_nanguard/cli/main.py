@@ -14,7 +14,7 @@ from typing import NoReturn
 from ddp_nanguard.errors import DumpError
 from ddp_nanguard.report.types import PHASES
 
-from . import completion, doctor, explain, replay
+from . import completion, doctor, explain, replay, report
 from .arguments import WRONG_USAGE, Commands, add_job, add_json, count, index, job_of, seconds
 from .help_text import add_command, overview
 from .reading import add_list, add_show
@@ -59,7 +59,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = overview()
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(prog="ddp-nanguard", metavar="COMMAND", required=True, help=argparse.SUPPRESS)
-    for add in (add_show, explain.add_explain, replay.add_replay, add_list, doctor.add_doctor, _add_drill, _add_demo):
+    after_a_stop = (add_show, explain.add_explain, replay.add_replay, add_list, report.add_report)
+    for add in (*after_a_stop, doctor.add_doctor, _add_drill, _add_demo):
         add(commands)
     completion.add_completion(commands, parser)
     return parser
