@@ -1,6 +1,7 @@
 """``ddp-nanguard``: parses the command line and calls one function per command.
 
-Exit codes: 0, 2 for wrong usage or a dump that cannot be used (one line on stderr); ``replay`` has more.
+Exit codes: 0, 2 for wrong usage or a dump that cannot be used (one line on stderr); ``replay`` has more, and ``run``
+those of its job.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NoReturn
 from ddp_nanguard.errors import DumpError
 from ddp_nanguard.report.types import PHASES
 
-from . import completion, doctor, explain, replay
+from . import completion, doctor, explain, replay, supervise
 from .arguments import WRONG_USAGE, Commands, add_job, add_json, count, index, job_of, seconds
 from .help_text import add_command, overview
 from .reading import add_list, add_show
@@ -59,7 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = overview()
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(prog="ddp-nanguard", metavar="COMMAND", required=True, help=argparse.SUPPRESS)
-    for add in (add_show, explain.add_explain, replay.add_replay, add_list, doctor.add_doctor, _add_drill, _add_demo):
+    after = (add_show, explain.add_explain, replay.add_replay, add_list)
+    for add in (*after, doctor.add_doctor, _add_drill, _add_demo, supervise.add_run):
         add(commands)
     completion.add_completion(commands, parser)
     return parser

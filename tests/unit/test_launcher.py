@@ -18,7 +18,7 @@ def test_the_rank_where_it_began_is_the_root_cause(tmp_path: Path, monkeypatch: 
         path = tmp_path / f"{rank}.json"
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
-        tell_launcher(TEXT, 2)
+        tell_launcher(TEXT, 2, 65)
         failures[rank] = ProcessFailure(local_rank=rank, pid=rank, exitcode=65, error_file=str(path))
     shown = str(ChildFailedError("train.py", failures))
     root = shown.partition("Root Cause (first observed failure):")[2]
@@ -27,7 +27,7 @@ def test_the_rank_where_it_began_is_the_root_cause(tmp_path: Path, monkeypatch: 
 
 def test_nothing_is_left_where_nobody_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    tell_launcher(TEXT, 0)
+    tell_launcher(TEXT, 0, 65)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "no" / "such" / "directory"))
-    tell_launcher(TEXT, 0)
+    tell_launcher(TEXT, 0, 65)
     assert not list(tmp_path.iterdir())
