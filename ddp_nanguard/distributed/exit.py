@@ -130,12 +130,12 @@ def _child_ends() -> None:
         return
     is_told = error is not leaves  # spawn has written it down, but tells that of the child only that ends first
     if is_told and not isinstance(error, NonFiniteError) and _exit_handlers:
-        _show(type(error), error, error.__traceback__)
+        _show_safely(error)
     code = _settle(error)
     if code is not None:
         _child_codes.append(code)
         if not is_told:  # multiprocessing would print it at the very end only
-            _show(type(error), error, error.__traceback__)
+            _show_safely(error)
 
 
 def _child_exits() -> None:
@@ -150,6 +150,11 @@ def _show(kind: type[BaseException], error: BaseException, traceback: TracebackT
         traceback = _users_frames(traceback)
         error = error.with_traceback(traceback)
     previous(kind, error, traceback)
+
+
+def _show_safely(error: BaseException) -> None:
+    with contextlib.suppress(Exception):  # a hook of the job may raise
+        _show(type(error), error, error.__traceback__)
 
 
 def _settle(error: BaseException) -> int | None:

@@ -19,6 +19,7 @@ from pathlib import Path
 ENV_RUN = "DDP_NANGUARD_RUN"
 """Environment variable by which ``ddp-nanguard run`` names the directory in which it looks."""
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+_ranks: list[int] = []  # of this process, when it made its last guard
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,11 @@ def tell_launcher(text: str, origin_rank: int | None, exit_code: int) -> None:
 
 
 def forget_stop() -> None:
-    """Remove what this rank has left before: the job was started again, and goes on."""
+    """Remove what this rank has left before: the job was started again, and goes on.
+
+    The rank is kept for later, since a job may take its group down before it ends.
+    """
+    _ranks[:] = [_rank()]
     if path := _file_of(_rank()):
         with contextlib.suppress(OSError):
             path.unlink()
@@ -98,9 +103,9 @@ def _file_of(rank: int) -> Path | None:
 
 
 def _rank() -> int:
-    """Of this process, as torchrun says, or as the job has set its group up; 0 without either."""
+    """Of this process, as torchrun says, or as the job has set its group up, or had; 0 without either."""
     if (told := os.environ.get("RANK", "")).isdigit():
         return int(told)
     distributed = sys.modules.get("torch.distributed")
     is_up = distributed is not None and distributed.is_available() and distributed.is_initialized()
-    return int(distributed.get_rank()) if distributed is not None and is_up else 0
+    return int(distributed.get_rank()) if distributed is not None and is_up else next(iter(_ranks), 0)

@@ -29,9 +29,16 @@ WORLD = 2
 
 
 def train(rank: int, out: str, how: str) -> None:
-    """What a user spawns: two ranks, of which rank 1 meets a NaN in step 1."""
+    """What a user spawns: two ranks, of which rank 1 meets a NaN in step 1. They leave nothing behind, as is usual."""
     store = f"file://{out}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD)
+    try:
+        _steps(rank, out, how)
+    finally:
+        dist.destroy_process_group()
+
+
+def _steps(rank: int, out: str, how: str) -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
