@@ -23,8 +23,7 @@ from pathlib import Path
 from ddp_nanguard.distributed.launcher import ENV_RUN, Stop, read_stop
 from ddp_nanguard.errors import DumpError
 
-from .arguments import Commands, add_job, job_of
-from .help_text import add_command
+from .arguments import job_of
 
 TERMINATION_LOG = "/dev/termination-log"
 """Where Kubernetes looks for a container's last words, unless the pod says otherwise."""
@@ -32,20 +31,6 @@ MAX_TERMINATION_BYTES = 4096
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _SIGNALS = {*_FORWARDED, signal.SIGCHLD}
 _AS_BEFORE_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD)
-
-
-def add_run(commands: Commands) -> None:
-    """Add the command ``run`` to the parser."""
-    parser = add_command(
-        commands, "run", usage="ddp-nanguard run [OPTIONS] -- torchrun --nproc-per-node N train.py ..."
-    )
-    parser.add_argument(
-        "--termination-log",
-        metavar="FILE",
-        help=f"gets the error of a stopped job; default: {TERMINATION_LOG}, where there is one",
-    )
-    add_job(parser)
-    parser.set_defaults(command=run_job)
 
 
 def run_job(options: argparse.Namespace) -> int:
