@@ -205,7 +205,7 @@ class Wrapper(ABC):
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.root = unwrapped(model)
-        # read once: a job may take its group down in a `finally` before the exit hook asks for its evidence
+        # read once: a job may take its group down before the exit hook asks for its evidence
         is_up = dist.is_available() and dist.is_initialized()
         self._rank, self._world_size = (dist.get_rank(), dist.get_world_size()) if is_up else (0, 1)
 
