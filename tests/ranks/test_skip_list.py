@@ -139,7 +139,8 @@ def test_skips_and_what_is_let_through_are_events_too() -> None:
             ("warn", f"non-finite: rank 1 · step 1 · micro-batch 0 · input · batch holds +Inf {through}"),
             (
                 "warn",
-                f"non-finite: rank 0 · step 1 · optimizer · 0.weight is NaN after the update, and was not before it {through}",
+                "non-finite: rank 0 · step 1 · optimizer · 0.weight is NaN after the update, and was not before it "
+                + through,
             ),
         ],
     ]
