@@ -10,6 +10,7 @@ import pytest
 
 from tests.integrations import lightning_jobs
 from tests.ranks import run_ranks
+from tests.scripts.running import first_line, replay
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is not installed")
 
@@ -59,6 +60,15 @@ def test_the_dump_holds_the_batch_of_the_culprit_which_is_not_rank_0(found: list
     assert stopped["parts"] == [0, 1]
     ((labels,),) = [stopped["labels"]]
     assert len(labels) == 40 and set(labels) == set(range(20)) - {7}
+
+
+def test_the_dump_is_run_again_by_the_script_of_the_training_as_the_culprit(
+    directory: Path, found: list[dict[str, Any]]
+) -> None:
+    dump = directory / "stopped" / found[0]["stopped"]["dump"]
+    again = replay(dump, str(Path(__file__).parent / "lightning_train.py"), options=("--trace",))
+    assert (again.code, again.outcome["outcome"], again.outcome["rank"]) == (0, "same", 1), again
+    assert first_line(again) == ("aten.div.Tensor", LINE)
 
 
 def test_manual_optimization_stops_before_its_own_step(found: list[dict[str, Any]]) -> None:
