@@ -112,6 +112,13 @@ def test_numbers_go_to_the_loggers_of_the_trainer_and_not_into_what_it_keeps(
     assert len([row for row in rows if own and row.split(",")[own[0]]]) == 3  # steps 0, 2 and 4
 
 
+def test_a_loop_of_fabric_is_guarded_by_what_setup_returns(found: list[dict[str, Any]]) -> None:
+    for each in (rank["fabric"] for rank in found):
+        first, *rows = each["error"]
+        assert first == f"rank 1, step 3, micro-batch 0, {LOSS}"
+        assert "  operator: aten.div.Tensor" in rows and "  again:    same on all 2 ranks: deterministic" in rows
+
+
 def test_a_stopped_fit_that_is_caught_leaves_a_process_that_can_train(found: list[dict[str, Any]]) -> None:
     for each in (rank["twice"] for rank in found):
         assert each["first"]["error"][0].endswith(LOSS)
