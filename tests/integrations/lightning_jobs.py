@@ -172,6 +172,7 @@ def _fabric() -> dict[str, Any]:
     from ddp_nanguard import NanGuard
 
     fabric = Fabric(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy="ddp")
+    fabric.launch()
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
