@@ -67,6 +67,17 @@ GROUPS: dict[str, dict[str, Help]] = {
             ),
             "Dumps of one fault (phase, layer, value, kind) are told together: how often, in which steps, where.",
         ),
+        "report": Help(
+            "a dump as one HTML page with charts, or an index of all; needs the extra [report]",
+            (
+                ("report nan_dumps/latest", "writes report.html: to be read, sent and printed without a network"),
+                (f"report {_DUMP} -o fault.html --png fault.png", "also timeline and heat map as a picture"),
+                ("report /shared/runs -o index.html", "the index of all dumps below a directory"),
+                (f"report {_DUMP} --rank 3 --batch-contents", "another rank, and the values of its batch"),
+            ),
+            "Nothing is run and nothing is sent. Of the batch the page holds shapes, ranges and bad rows, and its "
+            "contents only with --batch-contents; of your script the lines around the operator.",
+        ),
     },
     "before a run": {
         "doctor": Help(
@@ -90,6 +101,18 @@ GROUPS: dict[str, dict[str, Help]] = {
         "demo": Help(
             "a NaN that nobody planted: stopped, named, dumped, replayed",
             (("demo", "two ranks on two CPU cores, about a minute"), ("demo --wrapper fsdp2 --out demo", "with FSDP2")),
+        ),
+    },
+    "around a run": {
+        "run": Help(
+            "a job whose exit code says that the guard stopped it, whatever launches it",
+            (
+                ("run -- torchrun --nproc-per-node 8 train.py", "65 after a fault, where torchrun returns 1"),
+                ("run -- accelerate launch train.py", "any launcher"),
+                ("run --termination-log last-words.txt -- python train.py", "the error also in a file"),
+            ),
+            "Returns 65 (the option exit_code) where the guard stopped the job, on each node, else what the command "
+            "returns, 128+N for signal N. Output passes through, and so do signals.",
         ),
     },
     "in the shell": {

@@ -70,14 +70,19 @@ def write_arrays(root: Path, path: str, arrays: Mapping[str, np.ndarray[Any, Any
     return write_file(root, path, fill)
 
 
-def read_arrays(root: Path, path: str) -> dict[str, np.ndarray[Any, Any]]:
+def read_arrays(root: Path, path: str, names: Iterable[str] | None = None) -> dict[str, np.ndarray[Any, Any]]:
     """Read an npz file, without pickle.
+
+    Args:
+        root: the dump, or a rank's directory.
+        path: of the file in it.
+        names: of the arrays that are wanted, of which some may not be there; None for all.
 
     Raises:
         DumpError: it is damaged, or needs pickle.
     """
     with well_formed(root / path), np.load(root / path, allow_pickle=False) as archive:
-        return {name: archive[name] for name in archive.files}
+        return {name: archive[name] for name in archive.files if names is None or name in names}
 
 
 # tensors

@@ -34,7 +34,20 @@ def require_history(path: Path, arrays: Mapping[str, np.ndarray[Any, Any]]) -> N
     Raises:
         DumpError: an array is missing or is not what it should be, or a label is none.
     """
-    for name, kind, shape in _expected(arrays):
+    _require(path, arrays, _expected(arrays))
+
+
+def require_fault(path: Path, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+    """`require_history` for the arrays of the faulty step alone."""
+    _require(path, arrays, _expected_slots(arrays, FAULT))
+
+
+def _require(
+    path: Path,
+    arrays: Mapping[str, np.ndarray[Any, Any]],
+    expected: Iterator[tuple[str, str, tuple[int, ...]]],
+) -> None:
+    for name, kind, shape in expected:
         array = arrays.get(name)
         found = "missing" if array is None else f"{array.dtype} {array.shape}"
         if array is None or array.dtype.kind != kind or array.shape != shape:
@@ -55,9 +68,26 @@ def _expected(arrays: Mapping[str, np.ndarray[Any, Any]]) -> Iterator[tuple[str,
     for name in SERIES:
         yield name, "f", (num_steps,)
     for prefix in (*(step_prefix(int(step)) for step in arrays["steps"]), FAULT):
-        num_slots = _length(arrays, f"{prefix}.labels")
-        yield f"{prefix}.labels", "U", (num_slots,)
-        yield f"{prefix}.values", "f", (num_slots, 2)
+        yield from _expected_slots(arrays, prefix)
+
+
+def _expected_slots(
+    arrays: Mapping[str, np.ndarray[Any, Any]], prefix: str
+) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    num_slots = _length(arrays, f"{prefix}.labels")
+    yield f"{prefix}.labels", "U", (num_slots,)
+    yield f"{prefix}.values", "f", (num_slots, 2)
+
+
+def slots_in(arrays: Mapping[str, np.ndarray[Any, Any]], prefix: str) -> dict[str, tuple[float, float]]:
+    """Smallest and largest value of each slot by its label, in execution order.
+
+    Args:
+        arrays: of a history that was checked.
+        prefix: `FAULT`, or that of a clean step.
+    """
+    labels, values = arrays[f"{prefix}.labels"].tolist(), arrays[f"{prefix}.values"].tolist()
+    return {label: (low, high) for label, (low, high) in zip(labels, values, strict=True)}
 
 
 def _length(arrays: Mapping[str, np.ndarray[Any, Any]], name: str) -> int:

@@ -18,7 +18,7 @@ from ddp_nanguard.errors import DumpError
 
 from .batch_codec import Types, unpack
 from .format import read_arrays, read_tensors
-from .history import require_history
+from .history import FAULT, require_fault, require_history, slots_in
 from .json_files import MAX_CONTENT_BYTES, well_formed
 from .locate import Paths
 from .manifest import read_plain_state
@@ -91,6 +91,17 @@ class Dump(DumpOutline):
         arrays = read_arrays(self._rank(rank), HISTORY)
         require_history(path, arrays)
         return arrays
+
+    def fault_slots(self, rank: int) -> dict[str, tuple[float, float]]:
+        """Minimum and maximum of each slot of the faulty step by its label; of a rank's history nothing else is read.
+
+        Raises:
+            DumpError: as `history`.
+        """
+        path = self._rank_file(rank, HISTORY)
+        arrays = read_arrays(self._rank(rank), HISTORY, (f"{FAULT}.labels", f"{FAULT}.values"))
+        require_fault(path, arrays)
+        return slots_in(arrays, FAULT)
 
     def window(self, rank: int, types: Types | None = None, device: torch.device | None = None) -> list[MicroBatch]:
         """A rank's micro-batches, unpacked anew at each call.

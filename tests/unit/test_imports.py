@@ -26,7 +26,7 @@ FLOORS = (
     ("blame", "validate"),
     ("build",),
     ("step",),
-    ("replay",),
+    ("replay", "page"),
     ("diagnosis",),
     ("second_look",),
     ("fault", "script"),
@@ -37,7 +37,7 @@ FLOORS = (
 )
 """Rooms: folders, and modules of the root. One imports from the floors below it, and from nowhere else."""
 WITHOUT_COMMUNICATION = {"report", "errors", "config", "hooks"}
-MAY_TOUCH_FILES = {"dump", "cli", "replay", "script"}
+MAY_TOUCH_FILES = {"dump", "cli", "replay", "script", "page"}
 MAX_ROOT_MODULES = 12
 
 
