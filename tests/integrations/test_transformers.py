@@ -16,7 +16,10 @@ from tests.ranks import run_ranks
 from tests.replaying import free_port
 from tests.scripts.running import first_line, replay
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="it is not installed")
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="it is not installed"),
+    pytest.mark.timeout(180),  # many trainings in one launch, on cores that may be shared
+]
 
 SCRIPT = Path(__file__).parent / "transformers_train.py"
 more = pytest.mark.exhaustive
@@ -30,7 +33,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def launched(
-    directory: Path, names: tuple[str, ...], world_size: int = 2, timeout_s: float = 55
+    directory: Path, names: tuple[str, ...], world_size: int = 2, timeout_s: float = 110
 ) -> list[dict[str, Any]]:
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if world_size > 1 else {}
     return run_ranks(
@@ -73,7 +76,6 @@ def test_every_rank_stops_before_the_update_and_names_the_operator(found: list[d
 
 
 @more
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", ["bf16", "underflow_overflow", "resumed", "out of memory"])
 def test_other_settings_of_the_trainer_change_nothing_of_it(found_more: list[dict[str, Any]], name: str) -> None:
     require_stop_at_line(found_more, name, "rank 1, step 3, micro-batch 0")
