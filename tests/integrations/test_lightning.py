@@ -12,7 +12,10 @@ from tests.integrations import lightning_jobs
 from tests.ranks import run_ranks
 from tests.scripts.running import first_line, replay
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is not installed")
+pytestmark = [
+    pytest.mark.timeout(180),  # the first test waits for all trainings
+    pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is not installed"),
+]
 
 LOSS = "loss: loss is NaN; the model's output was finite"
 LINE = "return ((errors * members).sum(0) / members.sum(0)).mean()"
@@ -28,7 +31,7 @@ def found(directory: Path) -> list[dict[str, Any]]:
     """Of each rank, what came of each training."""
     names = list(lightning_jobs.JOBS)
     return run_ranks(
-        lightning_jobs.fits, world_size=2, timeout_s=50, process_group=False, directory=str(directory), names=names
+        lightning_jobs.fits, world_size=2, timeout_s=110, process_group=False, directory=str(directory), names=names
     )
 
 
