@@ -1,10 +1,12 @@
-"""Engines that own backward and step, as DeepSpeed's: `guard_engine`; and a loss that is seen as it is backpropagated.
+"""Engines that own backward and step, as DeepSpeed's: `guard_engine`; and what all trainers have in common.
 
-Read on in: `accelerate`, whose ``backward`` is wrapped in the same way.
+That is methods wrapped on an object, a loss that is seen as it is backpropagated, and a trainer's step as the guard
+runs it. Read on in: `lightning`, `transformers`, `accelerate`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -121,3 +123,46 @@ class WatchedEngine:
         if is_boundary is None or is_boundary():
             self._guard.check()
         return self._methods.own["step"](*args, **kwargs)
+
+
+class TrainerStep:
+    """One step of a trainer as `NanGuard.run` takes it: it gives the loss, and can be run a second time.
+
+    Args:
+        call: ``call(batch, is_again)`` runs it and gives what the trainer takes.
+        loss_of: finds the loss in that; what is no tensor means that there is none.
+        with_loss: ``with_loss(output, loss)`` is what the trainer gets, once the guard knows its loss.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[Any, bool], Any],
+        loss_of: Callable[[Any], Any],
+        with_loss: Callable[[Any, Tensor], Any],
+    ) -> None:
+        self._call, self._loss_of, self._with_loss = call, loss_of, with_loss
+        self._output: Any = None
+        self._has_run = False
+
+    def run(self, guard: NanGuard, batch: Any) -> tuple[Any, Tensor | None]:
+        """What the trainer gets, and the loss in it; None where there is none, which is the trainer's own affair."""
+        try:
+            loss = guard.run(self._loss, guard.begin(batch))
+        except _NoLossError:
+            return self._output, None
+        finally:
+            output, self._output = self._output, None
+        return self._with_loss(output, loss), loss
+
+    def _loss(self, model: Any, batch: Any) -> Tensor:
+        output = self._call(batch, self._has_run)
+        if not self._has_run:
+            self._has_run, self._output = True, output
+        loss = self._loss_of(output)
+        if not isinstance(loss, Tensor):
+            raise _NoLossError
+        return loss
+
+
+class _NoLossError(Exception):
+    """The step gave no tensor."""

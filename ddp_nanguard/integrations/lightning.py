@@ -10,13 +10,15 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ddp_nanguard.config import ENV_REPLAY
 from ddp_nanguard.guard import NanGuard
+
+from .engines import OnObject, TrainerStep
 
 if TYPE_CHECKING or "pytorch_lightning" not in sys.modules or "lightning.pytorch" in sys.modules:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -120,70 +122,49 @@ class _WrappedStrategy:
     def __init__(self, guard: NanGuard, trainer: Trainer, module: LightningModule) -> None:
         self._guard = guard
         self._module = module
-        self._strategy = trainer.strategy
-        self._own = {name: getattr(self._strategy, name) for name in ("training_step", "backward", "save_checkpoint")}
-        for name in self._own:
-            setattr(self._strategy, name, getattr(self, name))
+        self._methods = OnObject(
+            trainer.strategy,
+            training_step=self.training_step,
+            backward=self.backward,
+            save_checkpoint=self.save_checkpoint,
+        )
 
     def undo(self) -> None:
         """The strategy's own methods, which those on the object hide."""
-        for name in self._own:
-            self._strategy.__dict__.pop(name, None)
+        self._methods.undo()
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """The module's step on a batch that the guard knows; ``automatic_optimization`` decides whose loss it is."""
-        own = self._own["training_step"]
+        own = self._methods.own["training_step"]
         if isinstance(batch, Iterator):  # training_step(self, dataloader_iter): the batch is not known here
             return own(batch, *args, **kwargs)
-        batch = self._guard.begin(batch)
         if not self._module.automatic_optimization:  # it steps on its own: `backward` sees its losses
-            return own(batch, *args, **kwargs)
-        return _Step(self._module, own, args, kwargs).run(self._guard, batch)
+            return own(self._guard.begin(batch), *args, **kwargs)
+
+        def step(given: Any, is_again: bool) -> Any:
+            with _no_log(self._module) if is_again else contextlib.nullcontext():
+                return own(given, *args, **kwargs)
+
+        return TrainerStep(step, _loss_of, _with_loss).run(self._guard, batch)[0]
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Any:
         """What is backpropagated, not scaled yet; with automatic optimization the step's own loss is known already."""
         if not self._module.automatic_optimization:
             self._guard.watch(loss=closure_loss)
-        return self._own["backward"](closure_loss, *args, **kwargs)
+        return self._methods.own["backward"](closure_loss, *args, **kwargs)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, *args: Any, **kwargs: Any) -> Any:
         """Only weights that are known to be good are written down."""
         self._guard.check(checkpoint=filepath)
-        return self._own["save_checkpoint"](checkpoint, filepath, *args, **kwargs)
+        return self._methods.own["save_checkpoint"](checkpoint, filepath, *args, **kwargs)
 
 
-class _Step:
-    """One ``training_step`` as `NanGuard.run` takes it: it gives the loss, and can be run a second time."""
-
-    def __init__(self, module: LightningModule, own: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        self._module = module
-        self._own, self._args, self._kwargs = own, args, kwargs
-        self._output: Any = None
-        self._has_run = False
-
-    def run(self, guard: NanGuard, batch: Any) -> Any:
-        """What ``training_step`` returns, its loss known to the guard."""
-        try:
-            loss = guard.run(self._loss, batch)
-        except _NoLossError:
-            return self._output
-        finally:
-            output, self._output = self._output, None
-        return {**output, "loss": loss} if isinstance(output, Mapping) else loss
-
-    def _loss(self, model: Any, batch: Any) -> Tensor:
-        with _no_log(self._module) if self._has_run else contextlib.nullcontext():
-            output = self._own(batch, *self._args, **self._kwargs)
-        if not self._has_run:
-            self._has_run, self._output = True, output
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        if not isinstance(loss, Tensor):
-            raise _NoLossError
-        return loss
+def _loss_of(output: Any) -> Any:
+    return output.get("loss") if isinstance(output, Mapping) else output
 
 
-class _NoLossError(Exception):
-    """``training_step`` gave no loss: Lightning skips the batch, or says what is wrong with it."""
+def _with_loss(output: Any, loss: Tensor) -> Any:
+    return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from transformers import Trainer, TrainerCallback
 from ddp_nanguard.config import ENV_REPLAY
 from ddp_nanguard.guard import NanGuard
 
-from .engines import OnObject, WatchedBackward, WatchedEngine
+from .engines import OnObject, TrainerStep, WatchedBackward, WatchedEngine
 
 NUMBER = "num_items_in_batch"
 """Of the labels in the whole window, on all ranks: an argument of ``training_step`` and ``compute_loss``."""
@@ -100,12 +100,7 @@ class NanGuardCallback(TrainerCallback):
         """Now, since nobody may ask again: a notebook, or a launcher that catches what its processes raise."""
         guard, self.guard = self.guard, None
         self._unwrap()
-        if guard is None:
-            return
-        if self._trainer.args.world_size == 1 and isinstance(error, Exception):
-            # no peer waits: a notebook goes on; uncaught in a script, the guard is asked as ever
-            guard.__exit__(type(error), error, error.__traceback__)
-        else:
+        if guard is not None:
             guard.on_exception(error)
 
     def _unwrap(self) -> None:
@@ -143,7 +138,13 @@ class _WrappedTrainer:
         is_step = torch.is_grad_enabled() and model is self._trainer.model_wrapped and model.training
         if not is_step or self._is_inside:
             return self._methods.own["compute_loss"](model, inputs, *args, **kwargs)
-        result, loss = _Step(self._own_loss, _Batch(inputs, args, kwargs, position=1)).run(self._guard)
+        batch = _Batch(inputs, args, kwargs, position=1)
+
+        def own(kept: Any, is_again: bool) -> Any:
+            given, more, named = batch.arguments(kept)
+            return self._own_loss(model, given, *more, **named)
+
+        result, loss = TrainerStep(own, _loss_of, _with_loss).run(self._guard, batch.kept)
         if loss is not None:
             self._backward.knows(loss)
         return result
@@ -169,6 +170,14 @@ class _WrappedTrainer:
         path = os.path.join(trainer._get_output_dir(trial=trial), f"checkpoint-{trainer.state.global_step}")
         self._guard.check(checkpoint=path)
         return self._methods.own["_save_checkpoint"](model, trial, *args, **kwargs)
+
+
+def _loss_of(output: Any) -> Any:
+    return output[0] if isinstance(output, tuple) and output else output
+
+
+def _with_loss(output: Any, loss: Tensor) -> Any:
+    return (loss, *output[1:]) if isinstance(output, tuple) else loss
 
 
 def _owns_its_step(kind: type) -> bool:
@@ -223,37 +232,3 @@ class _Batch:
         elif len(args) > at:
             args = (*args[:at], batch[NUMBER], *args[at + 1 :])
         return inputs, args, kwargs
-
-
-class _Step:
-    """One ``compute_loss`` as `NanGuard.run` takes it: it gives the loss, and can be run a second time."""
-
-    def __init__(self, own: Callable[..., Any], batch: _Batch) -> None:
-        self._own, self._batch = own, batch
-        self._output: Any = None
-        self._has_run = False
-
-    def run(self, guard: NanGuard) -> tuple[Any, Tensor | None]:
-        """What ``compute_loss`` returns, and the loss in it, known to the guard; None where there is none."""
-        begun = guard.begin(self._batch.kept)
-        try:
-            loss = guard.run(self._loss, begun)
-        except _NoLossError:
-            return self._output, None
-        finally:
-            output, self._output = self._output, None
-        return (loss, *output[1:]) if isinstance(output, tuple) else loss, loss
-
-    def _loss(self, model: Any, batch: dict[str, Any]) -> Tensor:
-        inputs, args, kwargs = self._batch.arguments(batch)
-        output = self._own(model, inputs, *args, **kwargs)
-        if not self._has_run:
-            self._has_run, self._output = True, output
-        loss = output[0] if isinstance(output, tuple) and output else output
-        if not isinstance(loss, Tensor):
-            raise _NoLossError
-        return loss
-
-
-class _NoLossError(Exception):
-    """``compute_loss`` gave no tensor: the trainer's own affair."""
