@@ -13,6 +13,7 @@ from .lazy import resolved
 
 if TYPE_CHECKING:
     from .config import GuardConfig, is_replay
+    from .distributed.exit import record
     from .errors import DumpError, NonFiniteError, OutOfStepError
     from .guard import NanGuard
     from .replay.recipe import Recipe
@@ -31,6 +32,7 @@ __all__ = [
     "Recipe",
     "Site",
     "is_replay",
+    "record",
 ]
 
 _WHERE = {
@@ -44,6 +46,7 @@ _WHERE = {
     "Recipe": "replay.recipe",
     "Site": "report.types",
     "is_replay": "config",
+    "record": "distributed.exit",
 }
 
 

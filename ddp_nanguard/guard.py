@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .build import build_context
-from .distributed.exit import end_if_fault, unwatch_exit, watch_exit
+from .distributed.exit import end_if_fault, settle, unwatch_exit, watch_exit
 from .errors import NonFiniteError
 from .fault.alone import SingleRankExit
 from .fault.policy import FaultPolicy
@@ -274,11 +274,11 @@ class NanGuard:
         if self._is_left:
             return
         if isinstance(error, NonFiniteError):
-            error.barrier()
+            settle(error)
             self._leave_with(error)
             return
         if isinstance(error, Exception):
-            end_if_fault(self if self._takeover is None else self._takeover, error)
+            end_if_fault(error)
         self._detach()
 
     def __enter__(self) -> NanGuard:

@@ -3,8 +3,9 @@
 #
 # Usage: launch/train.sh [NPROC] [SCRIPT [ARGS...]]        e.g. launch/train.sh 2 examples/digits.py --wrapper fsdp2
 #
-# The workers end with code 65 on a fault; torchrun itself always returns 1. Options are changed without editing the
-# script: NANGUARD_ON_FAULT=skip NANGUARD_DUMP_DIR=/scratch/nan_dumps launch/train.sh ...
+# Ends with 65 where the guard stopped the job, which torchrun alone would turn into 1, else with the code of torchrun.
+# Options are changed without editing the script:
+#   NANGUARD_ON_FAULT=skip NANGUARD_DUMP_DIR=/scratch/nan_dumps launch/train.sh ...
 set -euo pipefail
 
 nproc=${1:-2}
@@ -16,8 +17,9 @@ dump_dir=${NANGUARD_DUMP_DIR:-nan_dumps}
 
 # --max-restarts 0: a restart would run into the same batch again
 status=0
-torchrun --standalone --nproc-per-node "$nproc" --max-restarts 0 "$script" "$@" || status=$?
-if [ "$status" -ne 0 ] && [ -d "$dump_dir" ]; then
+ddp-nanguard run -- \
+    torchrun --standalone --nproc-per-node "$nproc" --max-restarts 0 "$script" "$@" || status=$?
+if [ "$status" -eq 65 ]; then
     ddp-nanguard list "$dump_dir" || true
 fi
 exit "$status"

@@ -103,6 +103,18 @@ GROUPS: dict[str, dict[str, Help]] = {
             (("demo", "two ranks on two CPU cores, about a minute"), ("demo --wrapper fsdp2 --out demo", "with FSDP2")),
         ),
     },
+    "around a run": {
+        "run": Help(
+            "a job whose exit code says that the guard stopped it, whatever launches it",
+            (
+                ("run -- torchrun --nproc-per-node 8 train.py", "65 after a fault, where torchrun returns 1"),
+                ("run -- accelerate launch train.py", "any launcher"),
+                ("run --termination-log last-words.txt -- python train.py", "the error also in a file"),
+            ),
+            "Returns 65 (the option exit_code) where the guard stopped the job, on each node, else what the command "
+            "returns, 128+N for signal N. Output passes through, and so do signals.",
+        ),
+    },
     "in the shell": {
         "completion": Help(
             "print completion for a shell; needs the extra [completion]",

@@ -1,12 +1,14 @@
 """``ddp-nanguard``: parses the command line and calls one function per command.
 
-Exit codes: 0, 2 for wrong usage or a dump that cannot be used (one line on stderr); ``replay`` has more.
+Exit codes: 0, 2 for wrong usage or a dump that cannot be used (one line on stderr); ``replay`` has more, and ``run``
+those of its job.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -60,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(prog="ddp-nanguard", metavar="COMMAND", required=True, help=argparse.SUPPRESS)
     after_a_stop = (add_show, explain.add_explain, replay.add_replay, add_list, report.add_report)
-    for add in (*after_a_stop, doctor.add_doctor, _add_drill, _add_demo):
+    for add in (*after_a_stop, doctor.add_doctor, _add_drill, _add_demo, _add_run):
         add(commands)
     completion.add_completion(commands, parser)
     return parser
@@ -105,6 +107,32 @@ def _add_drill(commands: Commands) -> None:
     add_json(parser)
     add_job(parser)
     parser.set_defaults(command=run_drill)
+
+
+def _add_run(commands: Commands) -> None:
+    parser = add_command(
+        commands, "run", usage="ddp-nanguard run [OPTIONS] -- torchrun --nproc-per-node N train.py ..."
+    )
+    parser.add_argument(
+        "--termination-log",
+        metavar="FILE",
+        help="gets the error of a stopped job; default: /dev/termination-log, where there is one",
+    )
+    add_job(parser)
+    parser.set_defaults(command=run_job)
+
+
+def run_job(options: argparse.Namespace) -> int:
+    """Run ``ddp-nanguard run -- COMMAND``. Returns the exit code.
+
+    Raises:
+        DumpError: as `supervise.run_job`; this system cannot wait for signals.
+    """
+    if not hasattr(signal, "sigwaitinfo"):  # the other commands read dumps anywhere
+        raise DumpError(f"run needs Linux, this is {sys.platform}: start the job by its own command")
+    from . import supervise
+
+    return supervise.run_job(options)
 
 
 def run_drill(options: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,8 +52,12 @@ _lives: Counter[tuple[int, ...]] = Counter()
 
 
 def name_of(ranks: tuple[int, ...]) -> str:
-    """The same on all of these ranks, and of no other set of ranks."""
-    return hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
+    """The same on all of these ranks, and of no other set of ranks; another one after each restart by torchrun.
+
+    The agent's store outlives a restart: that a rank raised before it must end nobody afterwards.
+    """
+    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), ranks
+    return hashlib.blake2b(repr(life).encode(), digest_size=8).hexdigest()
 
 
 def fault_group_over(ranks: tuple[int, ...], guard_number: int) -> FaultGroup:

@@ -14,6 +14,7 @@ from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.context import GuardContext, Reach
 from ddp_nanguard.distributed.abort import AbortSignal
 from ddp_nanguard.distributed.exit import exit_process
+from ddp_nanguard.distributed.launcher import tell_launcher
 from ddp_nanguard.errors import OutOfStepError, says_nonfinite
 from ddp_nanguard.report.types import RAISED
 from ddp_nanguard.tensors.accelerator import answers, aside
@@ -120,8 +121,10 @@ class SingleRankExit:
             f"ranks are not in the same step, and have waited for each other for {config.timeout_s:g} s: {places}; "
             "give every rank the same batches and steps, and let all of them issue each collective"
         )
+        text = f"{OutOfStepError.__name__}: {error}"
         with contextlib.suppress(Exception):
-            sys.stderr.write(f"{OutOfStepError.__name__}: {error}\n")
+            sys.stderr.write(f"{text}\n")
+        tell_launcher(text, None, config.exit_code)
         if self._abort is not None:
             self._abort.wait_for_all()
         exit_process(config.exit_code)

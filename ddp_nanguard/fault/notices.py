@@ -1,4 +1,4 @@
-"""Who is told of a fault beside the log: the list of skipped steps, and the user's ``on_event``."""
+"""Who is told of a fault beside the log: torch's trace, the list of skipped steps, and the user's ``on_event``."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from ddp_nanguard.errors import line_of
 from ddp_nanguard.report.fingerprint import fault_text, fingerprint
 from ddp_nanguard.report.types import FaultReport
 
-_log = logging.getLogger(__name__)
+from .told import say, trace
 
 Action = Literal["stop", "skip", "warn"]
 """What is done about a fault."""
 
 
 class Notices:
-    """Tells of faults on the first rank of the group, once each. Nothing that fails in here replaces the fault.
+    """Tells of faults, once each: torch's trace on every rank, the others on the first rank of the group.
+
+    Nothing that fails in here replaces the fault.
 
     Args:
         context: of the guard.
@@ -34,7 +36,7 @@ class Notices:
         self._context = context
 
     def tell(self, action: Action, report: FaultReport, record: StepRecord, text: str) -> None:
-        """List the step unless the fault is let through, then tell the user's function.
+        """Leave an artifact for torch's trace, list the step unless the fault is let through, tell the user's function.
 
         Args:
             action: what is done about it.
@@ -42,6 +44,7 @@ class Notices:
             record: of the step that was judged.
             text: of the error, or of the line in the log.
         """
+        trace(report)
         context = self._context
         if context.ranks.index != 0:
             return
@@ -49,7 +52,7 @@ class Notices:
             try:
                 append_skip(context.config.dump_dir, self._skipped(action, report, record))
             except Exception as error:
-                self._say(f"{SKIPS} in {context.config.dump_dir} lacks step {report.step}: {line_of(error)}")
+                say(logging.ERROR, f"{SKIPS} in {context.config.dump_dir} lacks step {report.step}: {line_of(error)}")
         if context.on_event is not None:
             context.on_event(event_of(action, report, text))
 
@@ -73,14 +76,8 @@ class Notices:
             state = window.progress.loader_state()
             return None if state is None else bounded_state(state)
         except Exception as error:  # the loader may be the user's own
-            self._say(f"{SKIPS} lacks the state of the loader: {line_of(error)}")
+            say(logging.ERROR, f"{SKIPS} lacks the state of the loader: {line_of(error)}")
             return None
-
-    def _say(self, text: str) -> None:
-        try:
-            _log.error("%s", text)
-        except Exception:  # a handler of the job may raise
-            return
 
 
 def event_of(action: Action, report: FaultReport, text: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
@@ -27,7 +26,6 @@ from ddp_nanguard.dump.write import write_dump
 from ddp_nanguard.errors import NonFiniteError, line_of
 from ddp_nanguard.probes.severity import Severity
 from ddp_nanguard.report.command_text import script_text
-from ddp_nanguard.report.messages import log_line, looked_line
 from ddp_nanguard.report.text import error_text, replay_lacks
 from ddp_nanguard.report.types import CALLS_ONLY, FaultReport, Phase
 from ddp_nanguard.report.wording import listed
@@ -40,6 +38,7 @@ from .cause import explained, known_before, told_why
 from .dump_request import dump_request
 from .notices import Notices
 from .skip_lists import SkipLists
+from .told import say, say_fault
 from .unheard import Meet, report_without_collective
 
 _log = logging.getLogger(__name__)
@@ -96,7 +95,7 @@ class FaultPolicy:
 
     def _given_up(self, severity: Severity, record: StepRecord, error: Exception) -> Decision:
         """What is left where the fault path itself failed on this rank: the fault, without its place."""
-        _say(logging.ERROR, f"step {record.step}: the guard could not look at it: {line_of(error)}")
+        say(logging.ERROR, f"step {record.step}: the guard could not look at it: {line_of(error)}")
         _log.debug("fault path", exc_info=error)
         if severity is Severity.WARN:  # which issues no collective
             return Decision.CLEAN
@@ -135,7 +134,7 @@ class FaultPolicy:
         if warns and not self.context.ranks.peers_lost:
             return self._warn(report, judgement, record)
         # before anything slow or breakable: this line is what is left if the rest fails
-        _say(logging.ERROR, f"{'first sign, not yet the origin: ' if self._looks(report) else ''}{log_line(report)}")
+        say_fault(logging.ERROR, report, is_first_sign=self._looks(report))
         report = explained(self.context, record, findings, report, judgement.cause)
         # without peers nobody knows whether they would skip too, and ranks that part train different models
         if config.on_fault == "skip" and not self.context.ranks.peers_lost:
@@ -152,8 +151,8 @@ class FaultPolicy:
     def _warn(self, report: FaultReport, judgement: Judgement, record: StepRecord) -> Decision:
         self.triage.let_through = record.step
         if self._is_new(report):
-            told = f"{log_line(report)} (let through; further ones of this layer and phase are counted)"
-            _say(logging.WARNING, told)
+            after = " (let through; further ones of this layer and phase are counted)"
+            told = say_fault(logging.WARNING, report, after=after)
             looked = self._looked(report, judgement, record, keep_gradients=True)
             if looked.must_stop:
                 return self._raise(_cannot_go_on(looked.report), record)
@@ -195,7 +194,7 @@ class FaultPolicy:
             self._clear_gradients()
         done = f"step {report.step} skipped on all ranks ({self.num_skips} of at most {context.config.max_skips})"
         told = f"{done}; dump {report.dump_path}" if report.dump_path else done
-        _say(logging.WARNING, told)
+        say(logging.WARNING, told, report)
         self._notices.tell("skip", report, record, told)
         return Decision.SKIP
 
@@ -320,7 +319,7 @@ class FaultPolicy:
         )
         report = self._with_undone(audited(context.ranks, told_why(context, record, looked, judgement.cause), findings))
         if report.second_look is not None:
-            _say(logging.ERROR, looked_line(report))
+            say_fault(logging.ERROR, report)
         self._amend(report, alone=context.ranks.writes_alone)
         return replace(looked, report=report)
 
@@ -331,7 +330,7 @@ class FaultPolicy:
         try:
             amend_report(self._whole[0], report, self.context.ranks.rank)
         except Exception as error:
-            _say(
+            say(
                 logging.ERROR,
                 f"dump: {self._whole[0]} keeps the report from before the second look: {line_of(error)}",
             )
@@ -340,10 +339,12 @@ class FaultPolicy:
         """Peers are gone, and this rank's main thread waits for them in the second look: end the process."""
         report = report if self.context.config.on_fault == "stop" else _cannot_go_on(report)
         self._amend(report, alone=True)
-        text = self._text(report)
-        sys.stderr.write(f"{NonFiniteError.__name__}: {text}\n")
+        config, text = self.context.config, self._text(report)
+        line = f"{NonFiniteError.__name__}: {text}"
+        sys.stderr.write(f"{line}\n")
         self._notices.tell("stop", report, record, text)
-        exit_process(self.context.config.exit_code)
+        tell_launcher(line, report.origin_rank, config.exit_code)
+        exit_process(config.exit_code)
 
     # -- without peers -----------------------------------------------------------------------------------------------
 
@@ -357,12 +358,12 @@ class FaultPolicy:
         except torch.OutOfMemoryError:  # the job's own, most likely: its tensors may be gone by now
             torch.accelerator.empty_cache()
         except RuntimeError as failure:
-            _say(logging.ERROR, f"slots cannot be read any more: {line_of(failure)}")
+            say(logging.ERROR, f"slots cannot be read any more: {line_of(failure)}")
             return False
         try:
             return self._finds(record, error)
         except RuntimeError as failure:
-            _say(logging.ERROR, f"not looked at, for lack of memory on {self.context.device}: {line_of(failure)}")
+            say(logging.ERROR, f"not looked at, for lack of memory on {self.context.device}: {line_of(failure)}")
             return False
 
     def _finds(self, record: StepRecord, error: BaseException) -> bool:
@@ -394,24 +395,18 @@ class FaultPolicy:
             report = self.triage.noted(
                 report_without_collective(self.context, record, findings, raised, meet, self.triage.let_through)
             )
-            _say(logging.ERROR, log_line(report))
+            say_fault(logging.ERROR, report)
             report = self._dumped(report, findings, record)
             text = self._text(report)
-            _say(logging.ERROR, text)
-            tell_launcher(f"{NonFiniteError.__name__}: {text}", report.origin_rank)
+            say(logging.ERROR, text, report)
+            tell_launcher(f"{NonFiniteError.__name__}: {text}", report.origin_rank, self.context.config.exit_code)
             self._notices.tell("stop", report, record, text)
             return report
 
     def dump_with_peer(self, record: StepRecord, text: str, meet: Meet) -> bool:
         """Write this rank's part after a peer has raised; False where the main thread is handling a fault itself."""
-        _say(logging.ERROR, f"{text}: this rank writes its part of the dump and ends too")
+        say(logging.ERROR, f"{text}: this rank writes its part of the dump and ends too")
         return self.dump_single_rank(record, "", meet) is not None
-
-
-def _say(level: int, text: str) -> None:
-    # a handler of the job may raise
-    with contextlib.suppress(Exception):
-        _log.log(level, "%s", text)
 
 
 def _cannot_go_on(report: FaultReport) -> FaultReport:
@@ -421,13 +416,13 @@ def _cannot_go_on(report: FaultReport) -> FaultReport:
 
 def _log_warnings(judgement: Judgement) -> None:
     for text in judgement.warnings:
-        _say(logging.WARNING, text)
+        say(logging.WARNING, text)
 
 
 def _with_notes(report: FaultReport, notes: list[str]) -> FaultReport:
     """The report with more notes, which go to the log too."""
     for note in notes:
-        _say(logging.ERROR, note)
+        say(logging.ERROR, note)
     return replace(report, notes=(*report.notes, *notes))
 
 

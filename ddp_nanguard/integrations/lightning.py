@@ -33,7 +33,8 @@ class NanGuardCallback(Callback):
     Args:
         replay_from: a dump whose step this trainer runs instead of training, on as many ranks as it is of; the process
             ends with its outcome. None trains.
-        options: of `NanGuard`: ``dump_dir=``, ``on_fault=`` and so on.
+        options: of `NanGuard`: ``dump_dir=``, ``on_fault=`` and so on. With ``log_every=`` and no ``on_metrics=``
+            numbers go to the trainer's loggers.
 
     Attributes:
         guard: while training runs, else None.
@@ -60,7 +61,12 @@ class NanGuardCallback(Callback):
         model: Any = trainer.strategy.model
         # a wrapper's forward is given the step to run, or DDP and FSDP would not see it
         root = "step" if model is not pl_module else "layer"
-        options = {"first_step": trainer.global_step, "root": root, **self._options}
+        options = {
+            "first_step": trainer.global_step,
+            "root": root,
+            **_logging_to(trainer, self._options),
+            **self._options,
+        }
         self.guard = NanGuard(model, trainer.optimizers, scaler=scaler, **options)
         self._wrapped = _WrappedStrategy(self.guard, trainer, pl_module)
 
@@ -91,6 +97,21 @@ class NanGuardCallback(Callback):
 
     def __getstate__(self) -> dict[str, Any]:  # for ranks that are spawned, which have no guard yet
         return {**self.__dict__, "guard": None, "_wrapped": None}
+
+
+def _logging_to(trainer: Trainer, options: dict[str, Any]) -> dict[str, Any]:
+    """With ``log_every=`` alone, numbers go to the trainer's loggers, on the rank where these write.
+
+    Not by ``self.log``, which would change what the trainer keeps, monitors and saves.
+    """
+    if not options.get("log_every") or "on_metrics" in options or not trainer.is_global_zero:
+        return {}
+
+    def log(step: int, numbers: dict[str, float]) -> None:
+        for logger in trainer.loggers:
+            logger.log_metrics(numbers, step=step)
+
+    return {"on_metrics": log}
 
 
 class _WrappedStrategy:

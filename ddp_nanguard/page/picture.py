@@ -54,6 +54,8 @@ def _title(content: PageContent) -> str:
 
 
 def _draw_timeline(axes: Any, line: Timeline) -> None:
+    from matplotlib.ticker import LogFormatter
+
     for index, each in enumerate(line.series):
         values = np.array([np.nan if value is None else abs(value) for value in each.values])
         color = _LINES[index % len(_LINES)]
@@ -62,6 +64,8 @@ def _draw_timeline(axes: Any, line: Timeline) -> None:
         bad = [step for step, value in zip(line.steps, each.values, strict=True) if _is_bad(value)]
         axes.plot(bad, [0.95 - 0.07 * index] * len(bad), "x", color=color, mew=2, transform=axes.get_xaxis_transform())
     axes.set_yscale("log")
+    for put in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        put(LogFormatter(minor_thresholds=(1.5, 0.5)))  # 0.6, not 6 x 10^-1
     axes.axvline(line.steps[-1], color=_NAN, lw=1, ls=":")
     _draw_limit(axes, line)
     axes.set_xlabel("step; × is NaN or Inf", fontsize=8)

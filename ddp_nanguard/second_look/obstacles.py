@@ -25,7 +25,9 @@ def of_this_rank(context: GuardContext, record: StepRecord) -> str | None:
     """What this rank knows. Host sync: one per small argument of the recorded calls."""
     calls = record.window.calls.calls
     returned = [call for call in calls if call.has_returned]
-    if not returned:
+    if calls and not returned:
+        return "the call of the model is still running: the step, with its backward and its update, lies within it"
+    if not calls:
         return "no call of the model was seen in the step"
     problem = next((call.problem for call in returned if call.problem is not None), None)
     if problem is not None:

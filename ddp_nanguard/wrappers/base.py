@@ -205,6 +205,9 @@ class Wrapper(ABC):
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.root = unwrapped(model)
+        # read once: a job may take its group down before the exit hook asks for its evidence
+        is_up = dist.is_available() and dist.is_initialized()
+        self._rank, self._world_size = (dist.get_rank(), dist.get_world_size()) if is_up else (0, 1)
 
     @property
     def shard_index(self) -> int:
@@ -219,7 +222,7 @@ class Wrapper(ABC):
     @property
     def replica_index(self) -> int:
         """Which copy of its shard this rank holds, from 0."""
-        return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        return self._rank
 
     def named_modules(self) -> list[tuple[str, nn.Module]]:
         """Modules with clean names, parents first, each once; shells are left out, and the root is ""."""
@@ -352,7 +355,7 @@ class Wrapper(ABC):
                 is_compiled(module) or getattr(module, "_compiled_call_impl", None) is not None
                 for _, module in paths(self.model)
             ),
-            "world_size": dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
+            "world_size": self._world_size,
         }
 
     # -- the step once more ------------------------------------------------------------------------------------------

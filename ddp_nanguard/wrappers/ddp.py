@@ -43,12 +43,14 @@ class DDPWrapper(Wrapper):
         while not isinstance(model, DistributedDataParallel):
             model = cast(nn.Module, inner_of(model))
         self._ddp = model
+        self._rank_in_group = dist.get_rank(model.process_group)  # read once, as those of the base
+        self._group_ranks = dist.get_process_group_ranks(model.process_group)
         self._reduces = self._was_synced = False
 
     @property
     def replica_index(self) -> int:
         """Rank in the group that DDP reduces over."""
-        return dist.get_rank(self._ddp.process_group)
+        return self._rank_in_group
 
     def will_reduce(self) -> bool:
         """Whether the last forward prepared DDP to reduce in backward; False where the group is of one rank.
@@ -68,7 +70,7 @@ class DDPWrapper(Wrapper):
 
     def group_ranks(self) -> list[int]:
         """Global ranks of DDP's process group."""
-        return dist.get_process_group_ranks(self._ddp.process_group)
+        return self._group_ranks
 
     def refuse_join(self) -> None:
         """Refuse a forward inside ``with model.join():`` or ``with Join([model]):``, and after it: DDP stays joined.

@@ -206,7 +206,7 @@ class FSDP1Wrapper(ShardedWrapper):
     def _position(self) -> tuple[int, int, int]:
         found = {_position_of(unit, unit._handle) for unit in self.units if unit._handle is not None}
         # Units over different groups: no two ranks hold the same bytes.
-        return found.pop() if len(found) == 1 else (dist.get_rank(), dist.get_world_size(), 0)
+        return found.pop() if len(found) == 1 else (self._rank, self._world_size, 0)
 
 
 class ViewHook(WeakHook):
@@ -410,15 +410,14 @@ def _unlike(name: str, tensor: torch.Tensor, expected: tuple[int, ...]) -> str:
 
 def _position_of(unit: FullyShardedDataParallel, handle: FlatParamHandle) -> tuple[int, int, int]:
     if not handle.uses_sharded_strategy:
-        return 0, 1, dist.get_rank(unit.process_group)
+        return 0, 1, unit.rank
     replicas = _group_between(unit)
-    replica = 0 if replicas is None else dist.get_rank(replicas)
-    return dist.get_rank(unit.process_group), dist.get_world_size(unit.process_group), replica
+    return unit.rank, unit.world_size, 0 if replicas is None else replicas.rank()
 
 
 def _num_ranks(unit: FullyShardedDataParallel) -> int:
     replicas = _group_between(unit)
-    return dist.get_world_size(unit.process_group) * (1 if replicas is None else replicas.size())
+    return unit.world_size * (1 if replicas is None else replicas.size())
 
 
 def _group_between(unit: FullyShardedDataParallel) -> ProcessGroup | None:
@@ -430,7 +429,7 @@ def _describe_unit(unit: FullyShardedDataParallel) -> dict[str, Any]:
     precision, prefetch = unit.mixed_precision, unit.backward_prefetch
     return {
         "sharding_strategy": unit.sharding_strategy.name,
-        "num_shards": dist.get_world_size(unit.process_group),
+        "num_shards": unit.world_size,
         "mixed_precision": {
             **{name: dtype_name(getattr(precision, name)) for name in _DTYPES},
             **{name: getattr(precision, name) for name in _FLAGS},

@@ -171,7 +171,7 @@ class FSDP2Wrapper(ShardedWrapper):
         found = {tuple(getattr(info, name, default) for name, default in _POSITION) for info in infos}
         if len(found) != 1 or any(param.is_dtensor for param in self.names):
             # several meshes or tensor parallel: no two ranks hold the same bytes
-            return dist.get_rank(), dist.get_world_size(), 0
+            return self._rank, self._world_size, 0
         return found.pop()  # type: ignore[return-value]  # three integers
 
 

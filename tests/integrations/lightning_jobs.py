@@ -174,6 +174,7 @@ JOBS = {
     "scaled": lambda: fit(plugins=[_scaled()]),
     "clean": _clean_and_bare,
     "bad update": _bad_update,
+    "logged": lambda: fit(is_bad=False, guard={"log_every": 2, "dump_dir": None}),
     "twice": _twice,
     "resumed": _resumed,
 }

@@ -93,6 +93,15 @@ def test_a_bad_update_never_reaches_a_checkpoint(directory: Path, found: list[di
     ]
 
 
+def test_numbers_go_to_the_loggers_of_the_trainer_and_not_into_what_it_keeps(
+    directory: Path, found: list[dict[str, Any]]
+) -> None:
+    assert all(name.startswith("train_loss") for name in found[0]["logged"]["logged"])
+    head, *rows = (directory / "logged" / "logs" / "lightning_logs" / "one" / "metrics.csv").read_text().splitlines()
+    own = [index for index, name in enumerate(head.split(",")) if name.startswith("nanguard/loss")]
+    assert len([row for row in rows if own and row.split(",")[own[0]]]) == 3  # steps 0, 2 and 4
+
+
 def test_a_stopped_fit_that_is_caught_leaves_a_process_that_can_train(found: list[dict[str, Any]]) -> None:
     for each in (rank["twice"] for rank in found):
         assert each["first"]["error"][0].endswith(LOSS)

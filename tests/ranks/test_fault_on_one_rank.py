@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_nanguard import NonFiniteError
 from ddp_nanguard.report.types import CALLS_ONLY
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, run_ranks_raw
 from tests.ranks.small import NAN, guard_of
 
 
@@ -57,3 +61,35 @@ def test_a_rank_whose_fault_path_fails_stops_and_so_do_its_peers(tmp_path: Any) 
     assert (first["step"], first["origin"]["phase"], first["single_rank_view"]) == (2, "loss", True)
     assert (second["step"], second["origin"]) == (2, None)
     assert second["cause"] == "unknown: the guard could not look at it: ZeroDivisionError: division by zero"
+
+
+def _wrapped(kind: str) -> nn.Module:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    if kind == "fsdp1":
+        return FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=True)
+    return fully_shard(net) if kind == "fsdp2" else net
+
+
+def _taken_down(rank: int, world_size: int, kind: str, dump_dir: str) -> None:
+    model = _wrapped(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = guard_of(model, optimizer, dump_dir=dump_dir, timeout_s=10)
+    try:
+        for batch in guard.steps([torch.ones(2, 4), torch.full((2, 4), NAN if rank == 1 else 1.0)]):
+            loss = guard(batch).mean()
+            if not torch.isfinite(loss):
+                raise ValueError("a check of the job")
+            guard.watch(loss=loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["plain", "fsdp1", "fsdp2"])  # DDP: tests/ranks/test_spawned.py
+def test_a_rank_that_takes_its_group_down_before_the_exit_hook_has_its_part(kind: str, tmp_path: Path) -> None:
+    ended = run_ranks_raw(_taken_down, timeout_s=40, through_excepthook=True, kind=kind, dump_dir=str(tmp_path))
+    assert [outcome.exit_code for outcome in ended] == [65, 65], [outcome.describe() for outcome in ended]
+    (dump,) = tmp_path.glob("step-*")
+    assert sorted(path.parent.name for path in dump.glob("rank-*/evidence.json")) == ["rank-00000", "rank-00001"]

@@ -136,10 +136,11 @@ def test_skips_and_what_is_let_through_are_events_too() -> None:
     assert first == [
         [("skip", "step 1 skipped on all ranks (1 of at most 10)")],
         [
-            ("warn", f"rank 1 · step 1 · micro-batch 0 · input · batch holds +Inf {through}"),
+            ("warn", f"non-finite: rank 1 · step 1 · micro-batch 0 · input · batch holds +Inf {through}"),
             (
                 "warn",
-                f"rank 0 · step 1 · optimizer · 0.weight is NaN after the update, and was not before it {through}",
+                "non-finite: rank 0 · step 1 · optimizer · 0.weight is NaN after the update, and was not before it "
+                + through,
             ),
         ],
     ]

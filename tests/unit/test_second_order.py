@@ -38,8 +38,10 @@ def test_a_penalty_is_named_where_a_layer_only_shows_its_gradient(caplog: pytest
     first, *rows = str(raised.value).splitlines()
     place = "rank 0, step 0, micro-batch 0, backward: code of the training step (in the backward)"
     assert first == f"{place}: a -Inf gradient that no watched layer made"
-    assert caplog.messages[0].startswith("first sign, not yet the origin: rank 0 · step 0 · ")
-    assert caplog.messages[-1].startswith("rank 0 · step 0 · ") and "second look: same" in caplog.messages[-1]
+    assert caplog.messages[0].startswith("non-finite, first sign, not yet the origin: rank 0 · step 0 · ")
+    assert (
+        caplog.messages[-1].startswith("non-finite: rank 0 · step 0 · ") and "second look: same" in caplog.messages[-1]
+    )
     assert report.origin is not None and report.origin.layer is None and report.second_look is not None
     assert report.second_look.operator is not None and "_penalised" in str(report.second_look.operator.line)
     assert any(row.startswith("  evidence: output of aten.div.Tensor: (4,)") for row in rows), rows

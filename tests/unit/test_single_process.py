@@ -143,7 +143,9 @@ def test_one_nan_is_one_event_though_containers_hand_it_on(caplog: pytest.LogCap
     assert report.origin is not None
     assert report.origin.layer == "body.0.0.0"
     assert [event["origin"]["layer"] for event in told] == ["body.0.0.0"]
-    assert caplog.messages == ["rank 0 · step 2 · micro-batch 0 · forward · body.0.0.0 (call 1): finite in, NaN out"]
+    assert caplog.messages == [
+        "non-finite: rank 0 · step 2 · micro-batch 0 · forward · body.0.0.0 (call 1): finite in, NaN out"
+    ]
 
 
 def test_the_weights_are_those_from_before_the_bad_step() -> None:

@@ -38,7 +38,7 @@ def test_reading_what_a_run_has_left_imports_no_torch(path):
     assert json.loads(as_json.stdout)["schema_version"] == SCHEMA_VERSION and as_json.stderr == ""
 
 
-@pytest.mark.parametrize("command", [[], ["list"], ["replay"], ["drill"], ["report"]])
+@pytest.mark.parametrize("command", [[], ["list"], ["replay"], ["drill"], ["report"], ["run"]])
 def test_help_imports_no_torch(command):
     ended = run_without_torch(MAIN, *command, "--help")
     assert (ended.returncode, ended.stderr) == (0, "") and "usage: ddp-nanguard" in ended.stdout
