@@ -1,4 +1,4 @@
-"""Whether a tensor looks like memory that nobody wrote, as `torch.empty` and `Module.to_empty` leave it.
+"""Whether a tensor looks like memory that nobody wrote, as `torch.empty` and `torch.nn.Module.to_empty` leave it.
 
 [Note: memory that nobody wrote]
 Such memory holds what was there before: pointers, integers, texts. Read as numbers they give NaN of many bit patterns,
