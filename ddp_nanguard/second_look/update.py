@@ -32,7 +32,7 @@ def update_again(context: GuardContext, record: StepRecord, watcher: Watcher) ->
     """
     previous = context.previous
     assert previous is not None
-    job = TracedJob(context.wrapper, context.optimizers, has_scaler=False, is_compiled=False, root_is_step=False)
+    job = TracedJob(context.wrapper, context.optimizers, has_scaler=False, is_compiled=False)
     with _undone_after(previous, context.undone), _gradients_of(record), _hooks_off(context.optimizers):
         with torch.inference_mode(False), watcher.following(job, []):
             for optimizer in context.optimizers:

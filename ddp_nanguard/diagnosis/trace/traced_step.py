@@ -83,7 +83,7 @@ class TracedJob:
     optimizers: list[torch.optim.Optimizer]
     has_scaler: bool
     is_compiled: bool
-    root_is_step: bool
+    root_is_step: bool = False
 
 
 @dataclass
