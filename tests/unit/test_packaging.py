@@ -61,7 +61,7 @@ def _files(tree: Path) -> set[str]:
 
 def test_the_sdist_is_the_whole_clone(sdist: Path) -> None:
     assert _files(sdist) == _files(sdist.parents[1] / "clean")
-    assert {"tests/conftest.py", "constraints.txt", "docs/guide.md", "launch/train.sh"} <= _files(sdist)
+    assert {"tests/conftest.py", "constraints.txt", "docs/guide.md", "mkdocs.yml", "launch/train.sh"} <= _files(sdist)
 
 
 def test_the_wheel_is_the_package_with_its_data_and_nothing_else(wheel: Path) -> None:
