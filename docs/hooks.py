@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 REPOSITORY = Path(__file__).parents[1]
@@ -44,9 +45,18 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return _LINK.sub(lambda found: _link(found, posixpath.dirname(path)), markdown)
 
 
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """Refuse a page that would ask the network for a script, a style, a font or a picture."""
+    asked = re.findall(r"""<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=["']?((?:https?:)?//[^"'\s>]+)""", output)
+    if asked:
+        raise PluginError(f"{page.file.src_uri} asks the network for {asked[0]}")
+    return output
+
+
 def _link(found: re.Match[str], folder: str) -> str:
     path = posixpath.normpath(posixpath.join(folder, found[1]))
     inside = next((path.removeprefix(root) for root in ("docs/", RESULTS) if path.startswith(root)), None)
     name = _NAMES.get(path) or inside
-    assert name is not None, f"{path} is no page of the site"
+    if name is None:
+        raise PluginError(f"{path} is no page of the site")
     return f"]({name}{found[2] or ''})"
