@@ -266,8 +266,9 @@ class NanGuard:
         """For frameworks that catch what the loop raised: to be called before they take the model apart or save it.
 
         Waits for the peers after a `NonFiniteError`. Another exception of this rank alone, where it has to do with
-        non-finite values or a peer has raised before, ends the process here, with this rank's part of the dump and the
-        exit code of a fault: its peers wait in collectives that this rank does not reach. Then the guard is gone.
+        non-finite values or a peer has raised before, leaves this rank's part of the dump, and if there are peers ends
+        the process here with the exit code of a fault: they wait in collectives that this rank does not reach. Then the
+        guard is gone.
 
         Collective: none. Host sync: many.
         """
@@ -278,7 +279,7 @@ class NanGuard:
             self._leave_with(error)
             return
         if isinstance(error, Exception):
-            end_if_fault(error)
+            end_if_fault(error, has_peers=self._context.ranks.world_size > 1)
         self._detach()
 
     def __enter__(self) -> NanGuard:

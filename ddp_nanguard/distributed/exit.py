@@ -113,10 +113,13 @@ def exit_process(exit_code: int) -> None:
     os._exit(exit_code)
 
 
-def end_if_fault(error: Exception) -> None:
-    """End the process as an uncaught exception would, if it has to do with a fault; else return."""
+def end_if_fault(error: Exception, has_peers: bool) -> None:
+    """End the process as an uncaught exception would, if it has to do with a fault and peers wait; else return.
+
+    Without peers, and at a prompt, all is written when it returns, and the exception may go on to whoever is above.
+    """
     code = settle(error)
-    if code is not None:
+    if code is not None and has_peers and not _is_at_prompt():
         _show_safely(error)
         _flush()
         exit_process(code)
@@ -124,11 +127,15 @@ def end_if_fault(error: Exception) -> None:
 
 def _ended(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     _show(kind, error, traceback)
-    if sys.flags.interactive or hasattr(sys, "ps1"):  # a prompt follows, and the person at it has seen the error
+    if _is_at_prompt():  # the person at it has seen the error
         return
     code = settle(error)
     if code is not None:
         exit_process(code)
+
+
+def _is_at_prompt() -> bool:
+    return bool(sys.flags.interactive) or hasattr(sys, "ps1")
 
 
 def _child_ends() -> None:

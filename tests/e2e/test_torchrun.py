@@ -115,6 +115,7 @@ def test_a_wrong_number_of_ranks_is_refused(demo: tuple[subprocess.CompletedProc
         assert "Traceback" not in ended.output
 
 
+@pytest.mark.exhaustive  # every clean launch of the suite ends with 0; this one has an agent of torchrun above it
 def test_a_clean_run_ends_with_code_0(tmp_path: Path) -> None:
     """``python -m tests.e2e.exits`` does twenty of each kind."""
     clean = clean_exit(tmp_path / "clean")

@@ -165,6 +165,33 @@ def _resumed() -> dict[str, Any]:
     return fit(max_epochs=2, resume="saved/step=6.ckpt")
 
 
+def _fabric() -> dict[str, Any]:
+    """A loop of Fabric's, with the model and the optimizer that ``setup`` returns; rank 1's fourth batch is empty."""
+    from lightning.fabric import Fabric
+
+    from ddp_nanguard import NanGuard
+
+    fabric = Fabric(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy="ddp")
+    fabric.launch()
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    guard = NanGuard(model, optimizer)
+    batches = [(torch.randn(4, 4), torch.ones(4)) for _ in range(5)]
+    if fabric.global_rank == 1:
+        batches[3][1].zero_()
+    try:
+        for batch in guard.steps(batches):
+            loss = guard.run(lambda called, each: (called(each[0]).sum(1) * each[1]).sum() / each[1].sum(), batch)
+            fabric.backward(loss)
+            fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
+            optimizer.step()
+            optimizer.zero_grad()
+    except NonFiniteError as error:
+        return {"error": str(error).splitlines()}
+    return {"error": None}
+
+
 JOBS = {
     "stopped": lambda: fit(val_check_interval=0.5, limit_val_batches=1, num_sanity_val_steps=1),
     "accumulated": lambda: fit(accumulate_grad_batches=2, gradient_clip_val=1.0),
@@ -175,6 +202,7 @@ JOBS = {
     "clean": _clean_and_bare,
     "bad update": _bad_update,
     "logged": lambda: fit(is_bad=False, guard={"log_every": 2, "dump_dir": None}),
+    "fabric": _fabric,
     "twice": _twice,
     "resumed": _resumed,
 }

@@ -10,6 +10,7 @@ import pytest
 
 from tests.integrations import lightning_jobs
 from tests.ranks import run_ranks
+from tests.scripts.running import first_line, replay
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is not installed")
 
@@ -61,6 +62,15 @@ def test_the_dump_holds_the_batch_of_the_culprit_which_is_not_rank_0(found: list
     assert len(labels) == 40 and set(labels) == set(range(20)) - {7}
 
 
+def test_the_dump_is_run_again_by_the_script_of_the_training_as_the_culprit(
+    directory: Path, found: list[dict[str, Any]]
+) -> None:
+    dump = directory / "stopped" / found[0]["stopped"]["dump"]
+    again = replay(dump, str(Path(__file__).parent / "lightning_train.py"), options=("--trace",))
+    assert (again.code, again.outcome["outcome"], again.outcome["rank"]) == (0, "same", 1), again
+    assert first_line(again) == ("aten.div.Tensor", LINE)
+
+
 def test_manual_optimization_stops_before_its_own_step(found: list[dict[str, Any]]) -> None:
     for each in (rank["manual"] for rank in found):
         assert each["error"][0] == "rank 1, step 3, micro-batch 0, loss: loss is NaN"
@@ -100,6 +110,13 @@ def test_numbers_go_to_the_loggers_of_the_trainer_and_not_into_what_it_keeps(
     head, *rows = (directory / "logged" / "logs" / "lightning_logs" / "one" / "metrics.csv").read_text().splitlines()
     own = [index for index, name in enumerate(head.split(",")) if name.startswith("nanguard/loss")]
     assert len([row for row in rows if own and row.split(",")[own[0]]]) == 3  # steps 0, 2 and 4
+
+
+def test_a_loop_of_fabric_is_guarded_by_what_setup_returns(found: list[dict[str, Any]]) -> None:
+    for each in (rank["fabric"] for rank in found):
+        first, *rows = each["error"]
+        assert first == f"rank 1, step 3, micro-batch 0, {LOSS}"
+        assert "  operator: aten.div.Tensor" in rows and "  again:    same on all 2 ranks: deterministic" in rows
 
 
 def test_a_stopped_fit_that_is_caught_leaves_a_process_that_can_train(found: list[dict[str, Any]]) -> None:

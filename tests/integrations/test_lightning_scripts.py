@@ -13,11 +13,14 @@ import pytest
 
 from tests.scripts.running import REPOSITORY, first_line, replay
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is not installed")
+pytestmark = [
+    pytest.mark.exhaustive,  # `test_lightning` replays by the script what it has trained in one launch
+    pytest.mark.timeout(200),
+    pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is not installed"),
+]
 
 SCRIPT = Path(__file__).parent / "lightning_train.py"
 BALANCED = ("aten.div.Tensor", "return ((errors * members).sum(0) / members.sum(0)).mean()")
-more = pytest.mark.exhaustive
 
 
 @dataclass(frozen=True)
@@ -33,12 +36,12 @@ class Job:
 
 JOBS = [
     Job(),
-    pytest.param(Job(("--manual",)), marks=more),
-    pytest.param(Job(("--accumulate", "2")), marks=more),
-    pytest.param(Job(("--strategy", "ddp_spawn"), exit_code=1), marks=more),
-    pytest.param(Job(("--module", "Sharded")), marks=more),
-    pytest.param(Job(("--detect-anomaly",)), marks=more),
-    pytest.param(Job(("--module", "Checked")), marks=more),
+    Job(("--manual",)),
+    Job(("--accumulate", "2")),
+    Job(("--strategy", "ddp_spawn"), exit_code=1),
+    Job(("--module", "Sharded")),
+    Job(("--detect-anomaly",)),
+    Job(("--module", "Checked")),
 ]
 
 
@@ -47,7 +50,7 @@ def train(directory: Path, *arguments: str) -> tuple[int, str]:
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(SCRIPT), *arguments]
     ended = subprocess.run(
-        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=50, check=False
+        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=100, check=False
     )
     return ended.returncode, ended.stdout + ended.stderr
 
@@ -65,7 +68,6 @@ def test_it_is_stopped_whole_and_runs_again_alone(job: Job, tmp_path: Path) -> N
     assert first_line(again) == BALANCED
 
 
-@more
 def test_on_all_ranks_inside_of_the_trainer(tmp_path: Path) -> None:
     train(tmp_path)
     (dump,) = (tmp_path / "nan_dumps").glob("step-*")

@@ -82,7 +82,7 @@ def _assert_clean(shapes: list[Shape]) -> None:
 
 
 @pytest.mark.timeout(300)  # a failure is shrunk first
-@settings(REPEATABLE, max_examples=3)
+@settings(REPEATABLE, max_examples=2)
 @given(_rows_of(faulty_loops()))
 def test_the_fault_is_named_exactly(shapes: list[Shape]) -> None:
     _assert_named(shapes)
@@ -97,7 +97,7 @@ def test_so_it_is_in_many_more_loops(shapes: list[Shape]) -> None:
 
 
 @pytest.mark.timeout(300)
-@settings(REPEATABLE, max_examples=3)
+@settings(REPEATABLE, max_examples=2)
 @given(_rows_of(clean_loops()))
 def test_a_clean_loop_trains_to_the_same_bits(shapes: list[Shape]) -> None:
     _assert_clean(shapes)

@@ -231,6 +231,7 @@ def _with_blocks(rank: int, world_size: int) -> Any:
     return trained(rank, "compiled, then DDP", guarded=True, layers="blocks")
 
 
+@pytest.mark.exhaustive
 def test_with_blocks_the_block_is_named_and_what_is_left_out_is_said() -> None:
     """Of each of the two blocks five modules hold no others; the head is in no block."""
     for _, counts, found in run_ranks(_with_blocks, timeout_s=60):

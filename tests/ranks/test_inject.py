@@ -89,8 +89,11 @@ def launch(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def _marks(wrapper: str, rank: int) -> list[pytest.MarkDecorator]:
-    """What is planted on the other rank of FSDP2 waits for a run of everything."""
-    return [pytest.mark.exhaustive] if (wrapper, rank) == ("fsdp2", 0) else []
+    """DDP has both ranks; what is planted under FSDP1, and on the other rank of FSDP2, waits for a run of everything.
+
+    FSDP1's faults are planted and replayed all the same, see `test_replays_meet_it_again`.
+    """
+    return [pytest.mark.exhaustive] if wrapper == "fsdp1" or (wrapper, rank) == ("fsdp2", 0) else []
 
 
 @pytest.mark.parametrize(
