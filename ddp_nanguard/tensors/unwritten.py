@@ -33,10 +33,13 @@ def unwritten_signs(tensor: Tensor) -> str | None:
 
     Host sync: one copy. Called on the fault path only.
     """
-    parts = dense_parts(tensor) or []
-    if len(parts) != 1 or parts[0].dtype not in _BITS:
-        return None
-    values = parts[0].reshape(-1)[:MAX_ELEMENTS].cpu().contiguous()
+    try:
+        parts = dense_parts(tensor) or []
+        if len(parts) != 1 or parts[0].dtype not in _BITS:
+            return None
+        values = parts[0].reshape(-1)[:MAX_ELEMENTS].cpu().contiguous()
+    except (RuntimeError, NotImplementedError, TypeError):
+        return None  # its memory is gone, or its class refuses
     signs = [_nan_patterns(values), _magnitudes(values)]
     return ", ".join(sign for sign in signs if sign is not None) or None
 

@@ -19,7 +19,7 @@ pytest.importorskip("setuptools", "77", reason="builds the wheel")  # as pyproje
 REPOSITORY = Path(__file__).parents[2]
 NOT_SHIPPED = shutil.ignore_patterns(
     ".git", "__pycache__", "*.egg-info", "build", "dist", ".venv", ".*_cache", ".hypothesis", "nan_dumps", "PKG-INFO",
-    "setup.cfg",
+    "setup.cfg", "site",
 )  # fmt: skip
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, f'build_{sys.argv[1]}')(sys.argv[2])"
 EXAMPLE = "share/ddp-nanguard/examples/digits.py"
