@@ -69,13 +69,15 @@ def without_undecided(confirmed: Confirmed) -> list[SlotStats]:
     the first of these as the origin would be wrong.
     """
     undecided = confirmed.undecided
-    bad = [stats for stats in confirmed.slot_stats if _is_local_gradient(stats) and not is_clean(stats)]
+    bad = [stats for stats in confirmed.slot_stats if _is_of_backward(stats) and not is_clean(stats)]
     is_known = any(stats.order not in undecided for stats in bad)
     return [stats for stats in confirmed.slot_stats if not (is_known and stats.order in undecided)]
 
 
-def _is_local_gradient(stats: SlotStats) -> bool:
-    return isinstance(stats.source, GradientSource) and not stats.source.reduced
+def _is_of_backward(stats: SlotStats) -> bool:
+    """Whether it is a rank's own gradient as the backward made it, before the reduce and before code of the loop."""
+    source = stats.source
+    return isinstance(source, GradientSource) and not source.reduced and not source.at_update
 
 
 def _add_gradients(context: GuardContext, total: SlotStats, found: Confirmed) -> None:

@@ -47,7 +47,7 @@ def unwritten_signs(tensor: Tensor) -> str | None:
 def _nan_patterns(values: Tensor) -> str | None:
     """NaN that no operator makes: those of arithmetic have one bit pattern, on some devices all bits set."""
     bits = values[values.isnan()].view(_BITS[values.dtype])
-    made = torch.full((1,), torch.nan, dtype=values.dtype).view(bits.dtype)
+    made = torch.full((1,), torch.nan, dtype=values.dtype, device="cpu").view(bits.dtype)
     largest = torch.iinfo(bits.dtype).max
     patterns = torch.unique(bits & largest)
     odd = patterns[(patterns != made & largest) & (patterns != largest)]
