@@ -32,7 +32,9 @@ def facts_of(function: Callable[..., Any], *values: Tensor, batch: Any = None) -
     """
     model = Parameters(values)
     watcher = Watcher()
-    with watcher.following(TracedJob(wrapper_of(model), [], has_scaler=False, is_compiled=False), [0]):
+    with watcher.following(
+        TracedJob(wrapper_of(model), [], has_scaler=False, is_compiled=False, root_is_step=False), [0]
+    ):
         watcher.begin(batch)
         loss = _total(function(*model.parameters()))
         watcher.keep_loss("loss", loss)

@@ -62,6 +62,24 @@ def confirm(context: GuardContext, record: StepRecord, slot_stats: list[SlotStat
     return found
 
 
+def without_undecided(confirmed: Confirmed) -> list[SlotStats]:
+    """The slots; where another gradient of the backward is known to be bad, without those that are not decided.
+
+    The norm of a diverging model overflows in layers whose gradients are finite, before one of them is not: to name
+    the first of these as the origin would be wrong.
+    """
+    undecided = confirmed.undecided
+    bad = [stats for stats in confirmed.slot_stats if _is_of_backward(stats) and not is_clean(stats)]
+    is_known = any(stats.order not in undecided for stats in bad)
+    return [stats for stats in confirmed.slot_stats if not (is_known and stats.order in undecided)]
+
+
+def _is_of_backward(stats: SlotStats) -> bool:
+    """Whether it is a rank's own gradient as the backward made it, before the reduce and before code of the loop."""
+    source = stats.source
+    return isinstance(source, GradientSource) and not source.reduced and not source.at_update
+
+
 def _add_gradients(context: GuardContext, total: SlotStats, found: Confirmed) -> None:
     """Add the gradients that made the norm of all of them bad, unless slots of their own tell already."""
     if any(isinstance(stats.source, GradientSource) and not is_clean(stats) for stats in found.slot_stats):

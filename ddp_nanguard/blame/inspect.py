@@ -24,7 +24,7 @@ from ddp_nanguard.tensors.minmax import evidence, extremes, kind_in, kind_of
 
 from . import BlameInput, NonFiniteState, NonFiniteTensor, RankedSite, known_nonfinite
 from .backward import changed_gradients
-from .confirm import Confirmed, confirm
+from .confirm import Confirmed, confirm, without_undecided
 
 
 @dataclass
@@ -77,7 +77,7 @@ def rescan(context: GuardContext, record: StepRecord) -> RankFindings:
     # from here on everything is read from objects of the job, in which the step may have left anything
     attempt, unconfirmed = context.undone.attempt, Confirmed(list(recorded), False, set())
     confirmed = attempt("norms were not confirmed", lambda: confirm(context, record, recorded), unconfirmed)
-    slot_stats, undecided = confirmed.slot_stats, confirmed.undecided
+    slot_stats, undecided = without_undecided(confirmed), confirmed.undecided
     bad = [stats for stats in slot_stats if isinstance(stats.source, GradientSource) and not is_clean(stats)]
     return RankFindings(
         recorded=recorded,

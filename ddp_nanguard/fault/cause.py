@@ -6,7 +6,9 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-from ddp_nanguard.blame.inspect import RankFindings
+from torch import Tensor
+
+from ddp_nanguard.blame.inspect import RankFindings, named_parameter_tensors
 from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.context import GuardContext
 from ddp_nanguard.diagnosis.rules.report_rules import ReportFacts, finite_in_place, reason_of
@@ -51,12 +53,16 @@ def own_reason(context: GuardContext, record: StepRecord, findings: RankFindings
     return _answer(context, record, findings, view) if is_mine else ""
 
 
-def known_before(context: GuardContext, findings: RankFindings) -> dict[str, Any]:
+def known_before(context: GuardContext, record: StepRecord, findings: RankFindings) -> dict[str, Any]:
     """What the rules are told of this rank beside its trace. Host sync: many."""
 
     def known() -> dict[str, Any]:
-        histories = {context.ranks.rank: history_of(context, findings.slot_stats)}
-        return {"histories": histories, "optimizers": plain_optimizers(context), "dtypes": dtypes_of(context)}
+        return {
+            "histories": {context.ranks.rank: history_of(context, findings.slot_stats)},
+            "optimizers": plain_optimizers(context),
+            "dtypes": dtypes_of(context),
+            "first_weights": _first_weights(context, record),
+        }
 
     return context.undone.attempt("the rules were told less", known, {})
 
@@ -98,12 +104,23 @@ def _known(context: GuardContext, record: StepRecord, findings: RankFindings, re
     match report.origin.phase:
         case Phase.FORWARD | Phase.LOSS | Phase.BACKWARD:
             histories = {context.ranks.rank: history_of(context, findings.slot_stats)}
-            return ReportFacts(report, histories=histories, optimizers=plain_optimizers(context))
+            weights = _first_weights(context, record)
+            return ReportFacts(report, histories, plain_optimizers(context), first_weights=weights)
+        case Phase.STATE:
+            return ReportFacts(report, first_weights=_first_weights(context, record))
         case Phase.INPUT:
             return ReportFacts(report, batch=_batch(record, report.origin.micro_batch))
         case Phase.OPTIMIZER:
             return ReportFacts(report, optimizers=plain_optimizers(context), dtypes=dtypes_of(context))
     return ReportFacts(report)
+
+
+def _first_weights(context: GuardContext, record: StepRecord) -> dict[str, Tensor]:
+    """This rank's parameters and buffers in the guard's first step, in which nothing has written to them yet."""
+    if record.step != context.config.first_step:
+        return {}
+    parameters = {name: tensor for _, name, tensor in named_parameter_tensors(context)}
+    return parameters | dict(context.state.buffers())
 
 
 def _batch(record: StepRecord, micro_batch: int | None) -> Any:

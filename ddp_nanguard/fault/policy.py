@@ -315,7 +315,7 @@ class FaultPolicy:
             return Looked(report)
         silent = partial(self._end_in_silence, record)
         looked = look_again(
-            Fault(context, record, report, findings, known_before(context, findings), keep_gradients, silent)
+            Fault(context, record, report, findings, known_before(context, record, findings), keep_gradients, silent)
         )
         report = self._with_undone(audited(context.ranks, told_why(context, record, looked, judgement.cause), findings))
         if report.second_look is not None:

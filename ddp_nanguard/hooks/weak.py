@@ -6,6 +6,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from torch.serialization import add_safe_globals
+
 
 def ignore(*args: Any, **kwargs: Any) -> None:
     """Do nothing: what a hook becomes in a copied or pickled model."""
@@ -13,6 +15,10 @@ def ignore(*args: Any, **kwargs: Any) -> None:
 
 def _ignoring() -> Callable[..., None]:
     return ignore
+
+
+# `torch.load` of a whole model that was guarded when it was saved: what its hooks have become does nothing
+add_safe_globals([_ignoring])
 
 
 class WeakHook:

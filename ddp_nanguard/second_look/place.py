@@ -10,7 +10,7 @@ from typing import Any
 
 from ddp_nanguard.capture.model_calls import ModelCall
 from ddp_nanguard.diagnosis.rules import TraceFacts, reason_for
-from ddp_nanguard.diagnosis.rules.outside import is_mask, reads_bad_batch
+from ddp_nanguard.diagnosis.rules.outside import is_another_fault, is_mask, reads_bad_batch
 from ddp_nanguard.diagnosis.trace.events import Event, EventPhase, Operand
 from ddp_nanguard.diagnosis.trace.operators import is_communication
 from ddp_nanguard.diagnosis.trace.source_lines import CodeLocation, SourceLine
@@ -60,6 +60,7 @@ def own_place(facts: TraceFacts, calls: list[ModelCall], rank: int) -> Place:
         if event is not None and _is_taken_in(event, facts):
             return Place(is_taken_in=True)  # what reads it first has not made it
         reason = reason_for(facts)
+        event = None if event is not None and is_another_fault(event, facts.origin) else event
         text = "" if reason.kind == "unknown" else reason.text[:MAX_REASON]
         operator = None if event is None else _operator(event, calls, rank)
         hooked = event.layer if event is not None and _is_in_hook(event) else None

@@ -109,3 +109,35 @@ def _weights(rank: int, world_size: int) -> Any:
 
 def test_large_weights_do_not_stop_the_job() -> None:
     assert run_ranks(_weights) == [4, 4]
+
+
+class _Steep(nn.Module):
+    """Gradients grow on their way back: finite in the last layer, where their norm overflows, NaN in the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, values: Tensor) -> Tensor:
+        hidden = Scaled.apply(self.first(values), LARGE)  # type: ignore[no-untyped-call]
+        return Scaled.apply(self.last(hidden), LARGE)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _clipped_by_hand(rank: int, world_size: int) -> Any:
+    model = fully_shard(_Steep())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-30)
+    guard = NanGuard(model, optimizer, dump_dir=None)
+    guard(torch.randn(8, 4)).sum().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    try:
+        optimizer.step()
+    except NonFiniteError as error:
+        return [(site.layer, site.slot) for site in error.report.sites], str(error).splitlines()[0]
+    return None
+
+
+def test_a_norm_that_overflowed_is_not_named_beside_a_gradient_that_is_nan() -> None:
+    """Though clipping has changed the gradients since, so that none of them can be looked at again."""
+    (sites, first), _ = run_ranks(_clipped_by_hand)
+    assert sites and not [site for site in sites if "last" in str(site)]
+    assert "first" in first or "root" in first, first

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ddp_nanguard import NanGuard, NonFiniteError
 from tests.ranks import run_ranks
 
 README = Path(__file__).parents[2] / "README.md"
 
 
-def _blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README.read_text(), flags=re.DOTALL)
+def _blocks(language: str, page: Path = README) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.DOTALL)
 
 
 def _run_first_screen(rank: int, world_size: int, code: str) -> tuple[int, bool]:
@@ -34,6 +35,30 @@ def _run_first_screen(rank: int, world_size: int, code: str) -> tuple[int, bool]
 def test_the_first_screen_runs() -> None:
     code = _blocks("python")[0]
     assert run_ranks(_run_first_screen, code=code) == [(3, False), (3, False)]
+
+
+def _run_planted(rank: int, world_size: int, code: str) -> str:
+    model = nn.Module()
+    model.blocks = nn.Sequential(nn.Linear(2, 2))
+    model.forward = model.blocks.forward  # type: ignore[method-assign]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exec(code, {"model": model})
+    guard = NanGuard(model, optimizer, dump_dir=None)
+    for _ in range(5):
+        loss = guard(torch.ones(1, 2)).sum()
+        guard.watch(loss=loss)
+        loss.backward()
+        try:
+            optimizer.step()
+        except NonFiniteError as error:
+            return str(error).splitlines()[0]
+    return "not stopped"
+
+
+def test_the_planted_fault_of_the_page_comes_where_the_page_says() -> None:
+    (code,) = [block for block in _blocks("python", README.parent / "docs/launching.md") if "inject(" in block]
+    first, other = run_ranks(_run_planted, code=code)
+    assert first == other and first.startswith("rank 1, step 3, micro-batch 0, forward: blocks.0 ")
 
 
 def test_there_is_one_test_command() -> None:

@@ -16,7 +16,7 @@ In which ways an operator makes a NaN or an infinity of finite numbers, and what
 
 `{name}` stands for the operator. The sentence goes on with the line of code, and with the index, row, sample or matrix
 where it holds. A row answers only where it holds for every element that is hit; where no row does, the reason is
-"unknown". Other reasons, such as bad input or growth, are in the [guide](guide.md#the-reason).
+"unknown". Other reasons, such as bad input or growth, are on the [page on reports](report.md#the-reason).
 """
 
 

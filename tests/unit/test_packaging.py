@@ -19,7 +19,7 @@ pytest.importorskip("setuptools", "77", reason="builds the wheel")  # as pyproje
 REPOSITORY = Path(__file__).parents[2]
 NOT_SHIPPED = shutil.ignore_patterns(
     ".git", "__pycache__", "*.egg-info", "build", "dist", ".venv", ".*_cache", ".hypothesis", "nan_dumps", "PKG-INFO",
-    "setup.cfg",
+    "setup.cfg", "site",
 )  # fmt: skip
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, f'build_{sys.argv[1]}')(sys.argv[2])"
 EXAMPLE = "share/ddp-nanguard/examples/digits.py"
@@ -61,7 +61,7 @@ def _files(tree: Path) -> set[str]:
 
 def test_the_sdist_is_the_whole_clone(sdist: Path) -> None:
     assert _files(sdist) == _files(sdist.parents[1] / "clean")
-    assert {"tests/conftest.py", "constraints.txt", "docs/guide.md", "launch/train.sh"} <= _files(sdist)
+    assert {"tests/conftest.py", "constraints.txt", "docs/guide.md", "mkdocs.yml", "launch/train.sh"} <= _files(sdist)
 
 
 def test_the_wheel_is_the_package_with_its_data_and_nothing_else(wheel: Path) -> None:

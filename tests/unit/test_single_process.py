@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import logging
 import threading
 from collections.abc import Callable
@@ -248,3 +249,15 @@ def test_nothing_grows_with_the_number_of_bad_steps(caplog: pytest.LogCaptureFix
             counts.append(len(gc.get_objects()))
     guard.close()
     assert counts[1] - counts[0] < 20
+
+
+def test_a_whole_model_that_was_saved_under_guard_is_loaded_by_weights_only() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    NanGuard(model, torch.optim.SGD(model.parameters(), lr=0.1), layers="every")
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    with torch.serialization.safe_globals([nn.Sequential, nn.Linear]):
+        loaded = torch.load(file, weights_only=True)
+    assert torch.equal(loaded[0].weight, model[0].weight)
+    assert loaded(torch.full((1, 2), torch.nan)).isnan().all()  # nothing of the guard is awake in it

@@ -72,10 +72,9 @@ REASON_KINDS = (
 
 def reason_for(facts: TraceFacts) -> Reason:
     """The answer of the first rule that has one, else "unknown" with what is known."""
-    for rule in RULES:
-        found = rule(facts)
-        if found is not None:
-            return found
+    found = why.with_unwritten(facts, next((found for rule in RULES if (found := rule(facts)) is not None), None))
+    if found is not None:
+        return found
     op = facts.first_nonfinite_op
     if op is None:
         return Reason("unknown", "no rule fits what is known")

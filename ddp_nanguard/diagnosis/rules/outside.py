@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ddp_nanguard.diagnosis.trace.events import Event, EventCategory, quick_kind
-from ddp_nanguard.report.types import Phase
+from ddp_nanguard.report.types import Phase, Site
 from ddp_nanguard.report.wording import KIND_WORDS
 from ddp_nanguard.tensors.batch import batch_arrays, batch_leaves, batch_tensors, nonfinite
 from ddp_nanguard.tensors.containers import path_text
@@ -21,7 +21,7 @@ from .facts import Reason, TraceFacts, argument, at, place_of
 def state_bad(facts: TraceFacts) -> Reason | None:
     """A parameter, buffer or optimizer state was non-finite before the step."""
     op = facts.first_nonfinite_op
-    if op is None:
+    if op is None or is_another_fault(op, facts.origin):
         return why.state(facts)
     names = [] if is_mask(op) else [name for name in op.outside if name and not _is_other(name)]
     if not names:
@@ -32,6 +32,12 @@ def state_bad(facts: TraceFacts) -> Reason | None:
     ]
     kind = op.kind if not inputs else next(iter(inputs.values())).kind or op.kind
     return why.bad_state(facts, names, KIND_WORDS[kind], tuple(counts))
+
+
+def is_another_fault(op: Event, origin: Site | None) -> bool:
+    """Whether an operator made a value of its own in a step in which the origin had been bad before that began."""
+    was_bad = origin is not None and origin.phase is Phase.STATE and origin.input_kind is None
+    return was_bad and not op.outside
 
 
 def is_mask(op: Event) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -22,6 +22,7 @@ from ddp_nanguard.report.wording import KIND_WORDS, listed
 from ddp_nanguard.tensors.batch import bad_rows, batch_size, batch_tensors, nonfinite
 from ddp_nanguard.tensors.containers import path_text
 from ddp_nanguard.tensors.dtypes import dtype_named
+from ddp_nanguard.tensors.unwritten import unwritten_signs
 
 MIN_VALUES = 4
 MIN_FEW = 3
@@ -73,6 +74,7 @@ class ReportFacts:
         dtypes: dtype of each parameter by clean name, as in "float32".
         batch: of the origin's micro-batch; None where it is not needed or cannot be read.
         wrapper: how the model was wrapped, as in the dump's manifest; empty where that is not known.
+        first_weights: this rank's parameters and buffers in the first step of a guard; empty in every other one.
     """
 
     report: FaultReport | None = None
@@ -81,6 +83,7 @@ class ReportFacts:
     dtypes: Mapping[str, str] = field(default_factory=dict)
     batch: Any = None
     wrapper: Mapping[str, Any] = field(default_factory=dict)
+    first_weights: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def origin(self) -> Site | None:
@@ -90,7 +93,8 @@ class ReportFacts:
 
 def reason_of(known: ReportFacts) -> Reason | None:
     """The answer of the first rule in `RULES` that has one, or None."""
-    return next((found for rule in RULES if (found := rule(known)) is not None), None)
+    found = next((found for rule in RULES if (found := rule(known)) is not None), None)
+    return with_unwritten(known, found)
 
 
 def hyper_parameter(known: ReportFacts) -> Reason | None:
@@ -118,6 +122,41 @@ def scale_collapse(known: ReportFacts) -> Reason | None:
     return Reason("scale collapse", report.cause)
 
 
+def with_unwritten(known: ReportFacts, found: Reason | None) -> Reason | None:
+    """The reason, and which weights of a first step look like memory that nobody wrote, if any do."""
+    origin = known.origin
+    if origin is None or origin.phase not in (Phase.STATE, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD):
+        return found
+    said = _unwritten(known.first_weights, origin) or _said_unwritten(known)
+    if not said:
+        return found
+    if found is None:
+        return Reason("state", said)
+    return replace(found, sentence=f"{found.sentence}; {said}")
+
+
+def _unwritten(weights: Mapping[str, Tensor], origin: Site) -> str:
+    """See [Note: memory that nobody wrote]: the tensor of the origin first, then those of its layer."""
+    signs = {name: sign for name, tensor in weights.items() if (sign := unwritten_signs(tensor)) is not None}
+    if not signs:
+        return ""
+    first = min(signs, key=lambda name: (name != origin.slot, name.rpartition(".")[0] != origin.layer))
+    others = [name for name in signs if name != first]
+    said = f"{'it' if first == origin.slot else first} {UNWRITTEN} ({signs[first]})"
+    if others:
+        said += (
+            f", and so do {len(others)} more of this rank's {len(weights)} parameters and buffers: {listed(others, 3)}"
+        )
+    return f"{said} (does an initialisation, or a checkpoint, reach them?)"
+
+
+def _said_unwritten(known: ReportFacts) -> str:
+    """What the job has said of it: a dump is explained without reading its weights."""
+    cause = known.report.cause if known.report is not None else ""
+    return next((part for part in cause.split("; ") if UNWRITTEN in part), "")
+
+
+UNWRITTEN = "looks like memory that nobody wrote"
 CHANCE = "it was not given the same, or is not deterministic; what was compared is told beside it"
 
 
