@@ -8,6 +8,7 @@ trainer's own object from the first batch to the last.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +23,9 @@ if TYPE_CHECKING or "pytorch_lightning" not in sys.modules or "lightning.pytorch
     from lightning.pytorch import Callback, LightningModule, Trainer
 else:  # the same code under its other name
     from pytorch_lightning import Callback, LightningModule, Trainer
+
+
+_log = logging.getLogger(__name__)
 
 
 class NanGuardCallback(Callback):
@@ -50,7 +54,7 @@ class NanGuardCallback(Callback):
         self.guard: NanGuard | None = None
         self._replay_from = replay_from
         self._options = options
-        self._wrapped: _WrappedStrategy | None = None
+        self._wrapped: _WrappedStrategy | _NothingSaved | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wrapped, restored from a checkpoint, and past the sanity check: only now is all there that is guarded."""
@@ -63,11 +67,12 @@ class NanGuardCallback(Callback):
         root = "step" if model is not pl_module else "layer"
         options = {
             "first_step": trainer.global_step,
+            "scaler": scaler,
             "root": root,
             **_logging_to(trainer, self._options),
             **self._options,
         }
-        self.guard = NanGuard(model, trainer.optimizers, scaler=scaler, **options)
+        self.guard = NanGuard(model, trainer.optimizers, **options)
         self._wrapped = _WrappedStrategy(self.guard, trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -82,8 +87,9 @@ class NanGuardCallback(Callback):
         """Now, since the trainer goes on to take the model apart, and may save in a collective."""
         guard, self.guard = self.guard, None
         self._unwrap()
-        if guard is not None:  # None in the parent of spawned ranks, and before the first batch
-            guard.on_exception(exception)
+        # None in the parent of spawned ranks, and before the first batch
+        if guard is not None and not guard.on_exception(exception):
+            self._wrapped = _NothingSaved(trainer)
 
     def _unwrap(self) -> None:
         if self._wrapped is not None:
@@ -121,6 +127,7 @@ class _WrappedStrategy:
         self._guard = guard
         self._module = module
         self._strategy = trainer.strategy
+        self._has_watched = False  # the loss of the step that runs
         self._own = {name: getattr(self._strategy, name) for name in ("training_step", "backward", "save_checkpoint")}
         for name in self._own:
             setattr(self._strategy, name, getattr(self, name))
@@ -133,16 +140,18 @@ class _WrappedStrategy:
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """The module's step on a batch that the guard knows; ``automatic_optimization`` decides whose loss it is."""
         own = self._own["training_step"]
+        self._has_watched = False
         if isinstance(batch, Iterator):  # training_step(self, dataloader_iter): the batch is not known here
             return own(batch, *args, **kwargs)
         batch = self._guard.begin(batch)
         if not self._module.automatic_optimization:  # it steps on its own: `backward` sees its losses
             return own(batch, *args, **kwargs)
+        self._has_watched = True
         return _Step(self._module, own, args, kwargs).run(self._guard, batch)
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """What is backpropagated, not scaled yet; with automatic optimization the step's own loss is known already."""
-        if not self._module.automatic_optimization:
+        """What is backpropagated, not scaled yet; the loss of a step that was run by the guard is known already."""
+        if not self._has_watched:
             self._guard.watch(loss=closure_loss)
         return self._own["backward"](closure_loss, *args, **kwargs)
 
@@ -150,6 +159,30 @@ class _WrappedStrategy:
         """Only weights that are known to be good are written down."""
         self._guard.check(checkpoint=filepath)
         return self._own["save_checkpoint"](checkpoint, filepath, *args, **kwargs)
+
+
+class _NothingSaved:
+    """Refuses what callbacks save because of an exception, until the trainer is taken apart: the state is damaged."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._strategy = trainer.strategy
+        self._teardown = trainer.strategy.teardown
+        for name in ("save_checkpoint", "teardown"):
+            setattr(trainer.strategy, name, getattr(self, name))
+
+    def undo(self) -> None:
+        """The strategy's own methods, which those on the object hide."""
+        for name in ("save_checkpoint", "teardown"):
+            self._strategy.__dict__.pop(name, None)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, *_: Any, **__: Any) -> None:
+        """Say that it is not."""
+        _log.error("%s is not saved: the state is damaged by non-finite values", filepath)
+
+    def teardown(self) -> None:
+        """As the strategy's own."""
+        self.undo()
+        self._teardown()
 
 
 class _Step:
