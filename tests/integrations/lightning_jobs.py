@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ddp_nanguard import NonFiniteError
+from ddp_nanguard import NanGuard, NonFiniteError
 from ddp_nanguard.dump.read import open_dump
 from tests.replaying import torchrun_variables
 
@@ -169,6 +169,27 @@ def _resumed() -> dict[str, Any]:
     return fit(max_epochs=2, resume="saved/step=6.ckpt")
 
 
+def _fabric() -> dict[str, Any]:
+    """A loop of Fabric's, whose outputs in low precision refuse a backward that is not its own."""
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy="ddp", precision="bf16-mixed")
+    fabric.launch()
+    net = torch.nn.Linear(2, 2)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    guard = NanGuard(model, optimizer)
+    try:
+        for batch in guard.steps(
+            [torch.full((2, 2), float((number, fabric.global_rank) != (1, 1))) for number in range(3)]
+        ):
+            fabric.backward(guard.run(lambda called, x: (called(x).float() * x).sum() / x.sum(), batch))
+            optimizer.step()
+            optimizer.zero_grad()
+    except NonFiniteError as error:
+        return {"error": str(error).splitlines()}
+    return {"error": None}
+
+
 JOBS = {
     "stopped": lambda: fit(val_check_interval=0.5, limit_val_batches=1, num_sanity_val_steps=1),
     "accumulated": lambda: fit(accumulate_grad_batches=2, gradient_clip_val=1.0),
@@ -180,6 +201,7 @@ JOBS = {
     "scaled": lambda: fit(plugins=[_scaled()]),
     "clean": _clean_and_bare,
     "bad update": _bad_update,
+    "fabric": _fabric,
     "logged": lambda: fit(is_bad=False, guard={"log_every": 2, "dump_dir": None}),
     "twice": _twice,
     "resumed": _resumed,

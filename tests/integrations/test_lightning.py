@@ -108,6 +108,14 @@ def test_a_bad_update_never_reaches_a_checkpoint(directory: Path, found: list[di
     ]
 
 
+def test_fabrics_own_backward_is_run_again_in_low_precision(found: list[dict[str, Any]]) -> None:
+    for each in (rank["fabric"] for rank in found):
+        first, *rows = each["error"]
+        assert first == f"rank 1, step 1, micro-batch 0, {LOSS}"
+        assert "  again:    same on all 2 ranks: deterministic" in rows
+        assert "  operator: aten.div.Tensor" in rows
+
+
 def test_numbers_go_to_the_loggers_of_the_trainer_and_not_into_what_it_keeps(
     directory: Path, found: list[dict[str, Any]]
 ) -> None:
