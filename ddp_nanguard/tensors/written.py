@@ -60,13 +60,19 @@ def _keep(value: Any, others: Container[int], found: dict[int, Callable[[], None
     if depth < 0 or id(value) in found or id(value) in others or len(found) >= MAX_KEPT_ITEMS:
         return
     if type(value) is Tensor:
-        if not value.is_inference() and value.nbytes <= MAX_KEPT_BYTES:
-            found[id(value)] = _tensor_back(value)
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # without memory of its own, or of an odd layout
+            if not value.is_inference() and value.numel() * value.element_size() <= MAX_KEPT_BYTES and _is_there(value):
+                found[id(value)] = _tensor_back(value)
     elif (back := _container_back(value)) is not None:
         found[id(value)] = back
     if isinstance(value, (dict, list, tuple, deque)):
         for item in list(value.values()) if isinstance(value, dict) else list(value):
             _keep(item, others, found, depth - 1)
+
+
+def _is_there(tensor: Tensor) -> bool:
+    """Whether its memory has not been given up."""
+    return tensor.layout is not torch.strided or tensor.is_meta or tensor.untyped_storage().nbytes() > 0
 
 
 def _tensor_back(tensor: Tensor) -> Callable[[], None]:
