@@ -262,7 +262,7 @@ class NanGuard:
             raise
         self._detach()
 
-    def on_exception(self, error: BaseException) -> None:
+    def on_exception(self, error: BaseException) -> bool:
         """For frameworks that catch what the loop raised: to be called before they take the model apart or save it.
 
         Waits for the peers after a `NonFiniteError`. Another exception of this rank alone, where it has to do with
@@ -270,17 +270,26 @@ class NanGuard:
         the process here with the exit code of a fault: they wait in collectives that this rank does not reach. Then the
         guard is gone.
 
+        Returns:
+            Whether the state may be saved. False where it is damaged: after a `NonFiniteError` on all ranks alike,
+            after an interrupt on those that see it, and then on none of a sharded model, which is saved together.
+
         Collective: none. Host sync: many.
         """
         if self._is_left:
-            return
+            return True
         if isinstance(error, NonFiniteError):
             settle(error)
             self._leave_with(error)
-            return
+            return not error.report.nonfinite_state
+        has_peers = self._context.ranks.world_size > 1
         if isinstance(error, Exception):
-            end_if_fault(error, has_peers=self._context.ranks.world_size > 1)
+            end_if_fault(error, has_peers=has_peers)
+        # with peers, what has to do with a fault has ended here; nobody has asked about the update before an interrupt
+        is_told = has_peers and isinstance(error, Exception)
+        is_sound = is_told or self._exit is None or not self._exit.sees_damage()
         self._detach()
+        return is_sound
 
     def __enter__(self) -> NanGuard:
         return self

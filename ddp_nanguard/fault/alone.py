@@ -79,6 +79,16 @@ class SingleRankExit:
             self._abort.wait_for_all()
         return self._context.config.exit_code
 
+    def sees_damage(self) -> bool:
+        """Whether this rank's weights or other lasting state are bad now; False on a sharded model.
+
+        Collective: none. Host sync: many.
+        """
+        if self._context.wrapper.is_sharded:
+            return False
+        with self._apart(STUCK_AFTER_S):
+            return self._policy.sees_damage(self._record())
+
     def _meet(self, index: int, seen: str) -> dict[int, str]:
         return {index: seen} if self._abort is None else self._abort.meet(index, seen)
 

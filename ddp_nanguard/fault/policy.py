@@ -376,6 +376,15 @@ class FaultPolicy:
         self.context.look_at_raise(error)
         return self.triage.has_findings(record)
 
+    def sees_damage(self, record: StepRecord) -> bool:
+        """Whether this rank's state is bad, as it is now; False where it cannot be read. Collective: none."""
+        try:
+            with torch.no_grad():
+                return bool(rescan(self.context, record).nonfinite_state.lasting())
+        except RuntimeError as failure:
+            say(logging.ERROR, f"state cannot be read any more: {line_of(failure)}")
+            return False
+
     def dump_single_rank(self, record: StepRecord, raised: str, meet: Meet) -> FaultReport | None:
         """Write this rank's part without any collective; the log line first, and at last the text of the fault.
 

@@ -204,7 +204,7 @@ class _AfterUpdate:
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         injection = self._injection()
-        if injection is None or self._after is not None or injection.step_counter().updating() != injection.spec.step:
+        if injection is None or self._after is not None:
             return
         if self._own_of(injection, optimizer) is not None:
             # first of the post hooks, so that the guard's, which probes the weights, comes after it
@@ -215,6 +215,8 @@ class _AfterUpdate:
         injection = self._injection()
         if injection is None or injection.num_fired:
             return  # a hook cannot take itself off while it runs
+        if injection.step_counter().updating() != injection.spec.step:  # not on entry: a closure runs the backward
+            return
         found = self._own_of(injection, optimizer)
         if found is not None:
             corrupt_first(found, injection.spec.kind)

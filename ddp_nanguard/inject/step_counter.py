@@ -34,7 +34,7 @@ class StepCounter(Protocol):
         """Step and micro-batch of the forward that is about to begin; None where nothing is counted."""
 
     def updating(self) -> int | None:
-        """The step of the update that is about to begin; None where nothing is counted."""
+        """The step of the update that has just been made; None where nothing is counted."""
 
     def has_loader(self) -> bool:
         """Whether ``batch_hooks`` are called with what the loader produces, before the model gets it."""

@@ -8,6 +8,7 @@ trainer's own object from the first batch to the last.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,9 @@ if TYPE_CHECKING or "pytorch_lightning" not in sys.modules or "lightning.pytorch
     from lightning.pytorch import Callback, LightningModule, Trainer
 else:  # the same code under its other name
     from pytorch_lightning import Callback, LightningModule, Trainer
+
+
+_log = logging.getLogger(__name__)
 
 
 class NanGuardCallback(Callback):
@@ -52,7 +56,7 @@ class NanGuardCallback(Callback):
         self.guard: NanGuard | None = None
         self._replay_from = replay_from
         self._options = options
-        self._wrapped: _WrappedStrategy | None = None
+        self._wrapped: _WrappedStrategy | _NothingSaved | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wrapped, restored from a checkpoint, and past the sanity check: only now is all there that is guarded."""
@@ -65,11 +69,12 @@ class NanGuardCallback(Callback):
         root = "step" if model is not pl_module else "layer"
         options = {
             "first_step": trainer.global_step,
+            "scaler": scaler,
             "root": root,
             **_logging_to(trainer, self._options),
             **self._options,
         }
-        self.guard = NanGuard(model, trainer.optimizers, scaler=scaler, **options)
+        self.guard = NanGuard(model, trainer.optimizers, **options)
         self._wrapped = _WrappedStrategy(self.guard, trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -84,8 +89,9 @@ class NanGuardCallback(Callback):
         """Now, since the trainer goes on to take the model apart, and may save in a collective."""
         guard, self.guard = self.guard, None
         self._unwrap()
-        if guard is not None:  # None in the parent of spawned ranks, and before the first batch
-            guard.on_exception(exception)
+        # None in the parent of spawned ranks, and before the first batch
+        if guard is not None and not guard.on_exception(exception):
+            self._wrapped = _NothingSaved(trainer)
 
     def _unwrap(self) -> None:
         if self._wrapped is not None:
@@ -122,6 +128,7 @@ class _WrappedStrategy:
     def __init__(self, guard: NanGuard, trainer: Trainer, module: LightningModule) -> None:
         self._guard = guard
         self._module = module
+        self._has_watched = False  # the loss of the step that runs
         self._methods = OnObject(
             trainer.strategy,
             training_step=self.training_step,
@@ -136,10 +143,12 @@ class _WrappedStrategy:
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """The module's step on a batch that the guard knows; ``automatic_optimization`` decides whose loss it is."""
         own = self._methods.own["training_step"]
+        self._has_watched = False
         if isinstance(batch, Iterator):  # training_step(self, dataloader_iter): the batch is not known here
             return own(batch, *args, **kwargs)
         if not self._module.automatic_optimization:  # it steps on its own: `backward` sees its losses
             return own(self._guard.begin(batch), *args, **kwargs)
+        self._has_watched = True
 
         def step(given: Any, is_again: bool) -> Any:
             with _no_log(self._module) if is_again else contextlib.nullcontext():
@@ -148,8 +157,8 @@ class _WrappedStrategy:
         return TrainerStep(step, _loss_of, _with_loss).run(self._guard, batch)[0]
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """What is backpropagated, not scaled yet; with automatic optimization the step's own loss is known already."""
-        if not self._module.automatic_optimization:
+        """What is backpropagated, not scaled yet; the loss of a step that was run by the guard is known already."""
+        if not self._has_watched:
             self._guard.watch(loss=closure_loss)
         return self._methods.own["backward"](closure_loss, *args, **kwargs)
 
@@ -157,6 +166,26 @@ class _WrappedStrategy:
         """Only weights that are known to be good are written down."""
         self._guard.check(checkpoint=filepath)
         return self._methods.own["save_checkpoint"](checkpoint, filepath, *args, **kwargs)
+
+
+class _NothingSaved:
+    """Refuses what callbacks save because of an exception, until the trainer is taken apart: the state is damaged."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._methods = OnObject(trainer.strategy, save_checkpoint=self.save_checkpoint, teardown=self.teardown)
+
+    def undo(self) -> None:
+        """The strategy's own methods, which those on the object hide."""
+        self._methods.undo()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, *_: Any, **__: Any) -> None:
+        """Say that it is not."""
+        _log.error("%s is not saved: the state is damaged by non-finite values", filepath)
+
+    def teardown(self) -> None:
+        """As the strategy's own."""
+        self.undo()
+        self._methods.own["teardown"]()
 
 
 def _loss_of(output: Any) -> Any:

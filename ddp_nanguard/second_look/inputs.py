@@ -24,7 +24,7 @@ from ddp_nanguard.probes.gradient import GradientSource
 from ddp_nanguard.probes.slots import SlotBuffer, SlotStats
 from ddp_nanguard.probes.state import StateSource
 from ddp_nanguard.report.wording import listed
-from ddp_nanguard.wrappers.aside import own_attributes
+from ddp_nanguard.wrappers.aside import is_of_torch, own_attributes
 
 from .compare import same_bits
 
@@ -149,16 +149,11 @@ def python_state(context: GuardContext, record: StepRecord) -> dict[tuple[str, s
         for name, module in modules
         for attribute, value in own_attributes(module).items()
     }
-    functions = [type(m).forward for m in {type(m): m for _, m in modules}.values() if _is_users_own(type(m))]
+    functions = [type(m).forward for m in {type(m): m for _, m in modules}.values() if not is_of_torch(type(m))]
     functions += [call.function for call in record.window.calls.calls if call.is_step]
     for function in functions:
         found |= {(function.__qualname__, name): _read(value, left, 4) for name, value in _taken_from_around(function)}
     return found
-
-
-def _is_users_own(kind: type) -> bool:
-    """Whether a class of modules is not torch's."""
-    return kind.__module__.partition(".")[0] != "torch"
 
 
 def _taken_from_around(function: Any) -> Iterator[tuple[str, Any]]:

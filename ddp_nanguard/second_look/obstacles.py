@@ -6,6 +6,10 @@ from ddp_nanguard.capture.record import StepRecord
 from ddp_nanguard.context import GuardContext
 from ddp_nanguard.report.types import WEIGHTS_WRITTEN, FaultReport, Phase
 
+_OWN_STEP = (
+    "the trainer's step was not handed to the guard as one that gives a loss: it updates, or draws its batches, itself"
+)
+
 
 def of_the_report(report: FaultReport) -> str | None:
     """What the report alone tells, the same on every rank."""
@@ -28,7 +32,7 @@ def of_this_rank(context: GuardContext, record: StepRecord) -> str | None:
     if calls and not returned:
         return "the call of the model is still running: the step, with its backward and its update, lies within it"
     if not calls:
-        return "no call of the model was seen in the step"
+        return _OWN_STEP if context.config.root == "step" else "no call of the model was seen in the step"
     problem = next((call.problem for call in returned if call.problem is not None), None)
     if problem is not None:
         return (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -40,6 +41,8 @@ from ddp_nanguard.wrappers import wrapper_of
 from .compare import OutputPair, own_sites
 from .inputs import changed_by_a_call, python_state
 from .place import SEED_NAME
+
+_FABRIC = ("lightning.fabric.wrappers", "lightning_fabric.wrappers")
 
 
 @dataclass
@@ -346,9 +349,23 @@ def _record_of(second: GuardContext, then: StepRecord) -> StepRecord:
 @contextlib.contextmanager
 def _as_in_training() -> Iterator[None]:
     torch.clear_autocast_cache()
-    with torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad(), _as_fabrics_backward():
         yield
     torch.clear_autocast_cache()
+
+
+@contextlib.contextmanager
+def _as_fabrics_backward() -> Iterator[None]:
+    """Within, a backward passes for Lightning Fabric's own: its hooks on outputs refuse any other in low precision."""
+    loaded: list[Any] = [sys.modules[name] for name in _FABRIC if name in sys.modules]
+    before = [(module, module._in_fabric_backward) for module in loaded if hasattr(module, "_in_fabric_backward")]
+    for module, _ in before:
+        module._in_fabric_backward = True
+    try:
+        yield
+    finally:
+        for module, mark in before:
+            module._in_fabric_backward = mark
 
 
 @contextlib.contextmanager

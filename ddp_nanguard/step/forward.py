@@ -93,7 +93,7 @@ class ModelForward:
         if root_hook_missed:  # hooks put on a module from one of its own hooks begin with its next call
             context.forward.before_root(args, kwargs)
         calls, micro_batches = context.window.calls, context.window.micro_batches
-        if context.config.look_again and not calls.is_in_step:
+        if self._is_recorded():
             is_new = len(micro_batches) > num_open  # begun by this call, with the random states of this moment
             state = micro_batches[-1].random_state if is_new else None
             calls.begin(context.wrapper.model, args, kwargs, len(micro_batches) - 1, is_step=False, random_state=state)
@@ -115,9 +115,14 @@ class ModelForward:
         if context.sees_output_outside:
             context.forward.probe_root_output(output)
         calls = context.window.calls
-        given = calls.end(output) if context.config.look_again and not calls.is_in_step else output
+        given = calls.end(output) if self._is_recorded() else output
         context.outputs = [weakref.ref(tensor) for tensor in tensors_in(given)]
         return given
+
+    def _is_recorded(self) -> bool:
+        """Whether this call can be made again: one within the step comes with that, and one that is the step, not."""
+        config = self._context.config
+        return config.look_again and config.root == "layer" and not self._context.window.calls.is_in_step
 
     def remove(self) -> None:
         """Take the hooks around the model off."""

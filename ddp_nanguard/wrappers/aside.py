@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_nanguard.tensors.written import write_back
+from ddp_nanguard.tensors.written import contents_kept, write_back
 
 from .clean_names import join, paths
 
@@ -129,6 +129,8 @@ def _renew_flat_weights(model: nn.Module) -> None:
 def attributes_kept(model: nn.Module, managed: Mapping[nn.Module, Container[str]] | None = None) -> Iterator[None]:
     """At the end each module has the attributes, parameters, buffers and children that it had: a forward may set some.
 
+    Tensors and containers that the job's own modules keep in them hold again what they held, see `contents_kept`.
+
     Args:
         model: with all its shells.
         managed: where the wrapper shards them, names of parameters by module: these, and tensors in their place, are
@@ -140,8 +142,13 @@ def attributes_kept(model: nn.Module, managed: Mapping[nn.Module, Container[str]
     modes = [(module, module.training) for module in modules]
     attributes = [(module, own_attributes(module, names.get(module, ()))) for module in plain]
     tables = [(table, dict(table)) for module in modules for table in _tables(module, managed is not None)]
+    registered = {
+        id(tensor) for module in modules for tensor in (*module._parameters.values(), *module._buffers.values())
+    }
+    kept = [values for module, values in attributes if not is_of_torch(type(module))]
     try:
-        yield
+        with contents_kept(kept, registered):
+            yield
     finally:
         for module, before in attributes:
             for name in own_attributes(module, names.get(module, ())).keys() - before.keys():
@@ -163,6 +170,11 @@ def own_attributes(module: nn.Module, managed: Container[str] = ()) -> dict[str,
     """
     own = {name: value for name, value in module.__dict__.items() if name not in _MACHINERY and "hooks" not in name}
     return {name: value for name, value in own.items() if name not in managed}
+
+
+def is_of_torch(kind: type) -> bool:
+    """Whether a class of modules is torch's own."""
+    return kind.__module__.partition(".")[0] == "torch"
 
 
 def _tables(module: nn.Module, is_sharded: bool) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ddp_nanguard import NonFiniteError
+from ddp_nanguard import NanGuard, NonFiniteError
 from ddp_nanguard.dump.read import open_dump
 from tests.replaying import torchrun_variables
 
@@ -34,6 +34,7 @@ def fit(
     is_bad: bool = True,
     guard: dict[str, Any] | None = None,
     module: dict[str, Any] | None = None,
+    kind: str = "Toy",
     callbacks: tuple[Any, ...] = (),
     resume: str | None = None,
     plain: bool = False,
@@ -45,10 +46,10 @@ def fit(
     from lightning.pytorch.loggers import CSVLogger
 
     from ddp_nanguard.integrations.lightning import NanGuardCallback
-    from tests.integrations.toy import Data, Toy
+    from tests.integrations import toy
 
     pl.seed_everything(1, verbose=False)
-    model, watcher = Toy(**(module or {})), _weights_before_steps()
+    model, watcher = getattr(toy, kind)(**(module or {})), _weights_before_steps()
     own = () if plain else (NanGuardCallback(**(guard or {})),)
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -65,7 +66,7 @@ def fit(
     )
     error: BaseException | None = None
     try:
-        trainer.fit(model, Data(is_bad), ckpt_path=resume)
+        trainer.fit(model, toy.Data(is_bad), ckpt_path=resume)
     except NonFiniteError as raised:
         error = raised
     return {
@@ -75,6 +76,7 @@ def fit(
         "bad": [name for name, each in model.state_dict().items() if not torch.isfinite(each).all()],
         "global_step": trainer.global_step,
         "num_steps": model.num_steps,
+        "kept": model.kept,
         "logged": {name: float(value) for name, value in trainer.logged_metrics.items()},
         **(_of_dump(error) if error is not None else {}),
     }
@@ -103,7 +105,8 @@ def _of_dump(error: NonFiniteError) -> dict[str, Any]:
     assert path is not None
     dump, rank = open_dump([path]), error.report.origin_rank
     assert rank is not None
-    return {"dump": path, "parts": dump.ranks, "labels": [m.batch[1].tolist() for m in dump.window(rank)]}
+    known = [micro_batch.batch for micro_batch in dump.window(rank) if not micro_batch.is_of_call]
+    return {"dump": path, "parts": dump.ranks, "labels": [batch[1].tolist() for batch in known]}
 
 
 # -- the trainings -----------------------------------------------------------------------------------------------------
@@ -142,8 +145,9 @@ def _every_step() -> Any:
 
 
 def _bad_update() -> dict[str, Any]:
-    """The optimizer of rank 0 writes NaN in its fourth step; each step is saved."""
+    """The optimizer of rank 0 writes NaN in its fourth step; each step is saved, and what an exception leaves."""
     import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
     class Spoiler(pl.Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
@@ -151,7 +155,7 @@ def _bad_update() -> dict[str, Any]:
                 with torch.no_grad():
                     module.head.bias[3] = float("nan")
 
-    return fit(is_bad=False, callbacks=(Spoiler(), _every_step()))
+    return fit(is_bad=False, callbacks=(Spoiler(), _every_step(), OnExceptionCheckpoint("saved", "exception")))
 
 
 def _twice() -> dict[str, Any]:
@@ -166,12 +170,13 @@ def _resumed() -> dict[str, Any]:
 
 
 def _fabric() -> dict[str, Any]:
-    """A loop of Fabric's, with the model and the optimizer that ``setup`` returns; rank 1's fourth batch is empty."""
+    """A loop of Fabric's, by what ``setup`` returns: outputs in low precision refuse a backward that is not its own.
+
+    Rank 1's fourth batch is empty.
+    """
     from lightning.fabric import Fabric
 
-    from ddp_nanguard import NanGuard
-
-    fabric = Fabric(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy="ddp")
+    fabric = Fabric(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy="ddp", precision="bf16-mixed")
     fabric.launch()
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
@@ -182,7 +187,9 @@ def _fabric() -> dict[str, Any]:
         batches[3][1].zero_()
     try:
         for batch in guard.steps(batches):
-            loss = guard.run(lambda called, each: (called(each[0]).sum(1) * each[1]).sum() / each[1].sum(), batch)
+            loss = guard.run(
+                lambda called, each: (called(each[0]).float().sum(1) * each[1]).sum() / each[1].sum(), batch
+            )
             fabric.backward(loss)
             fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
             optimizer.step()
@@ -196,6 +203,8 @@ JOBS = {
     "stopped": lambda: fit(val_check_interval=0.5, limit_val_batches=1, num_sanity_val_steps=1),
     "accumulated": lambda: fit(accumulate_grad_batches=2, gradient_clip_val=1.0),
     "manual": lambda: fit(module={"manual": True}),
+    "manual, accumulated": lambda: fit(module={"manual": True, "step_every": 2}),
+    "drawn": lambda: fit(kind="Drawing"),
     "dict": lambda: fit(module={"returns_dict": True}),
     "skipped": lambda: fit(guard={"on_fault": "skip"}),
     "scaled": lambda: fit(plugins=[_scaled()]),

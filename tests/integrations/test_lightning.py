@@ -80,10 +80,25 @@ def test_manual_optimization_stops_before_its_own_step(found: list[dict[str, Any
         assert each["weights"] == each["weights_before"] and not each["bad"]
 
 
+@pytest.mark.parametrize(
+    ("name", "where"), [("drawn", "step 3, micro-batch 0"), ("manual, accumulated", "step 1, micro-batch 1")]
+)
+def test_a_step_that_is_more_than_its_loss_names_that_and_says_why_no_more(
+    found: list[dict[str, Any]], name: str, where: str
+) -> None:
+    for each in (rank[name] for rank in found):
+        first, *rows = each["error"]
+        assert first == f"rank 1, {where}, loss: loss is NaN"
+        (again,) = [row for row in rows if row.startswith("  again:")]
+        assert again.startswith("  again:    not done: the trainer's step was not handed to the guard")
+        assert not each["bad"]
+
+
 def test_a_skipped_step_leaves_the_epoch_and_what_is_logged_whole(found: list[dict[str, Any]]) -> None:
     for each in (rank["skipped"] for rank in found):
         assert each["error"] is None and not each["bad"]
         assert each["num_steps"] == each["global_step"] == 6  # the second look is not counted
+        assert each["kept"] == {"labels": [40] * 6, "steps": 6}
 
 
 def test_a_clean_run_leaves_the_same_files_to_the_byte(directory: Path, found: list[dict[str, Any]]) -> None:
@@ -115,7 +130,9 @@ def test_numbers_go_to_the_loggers_of_the_trainer_and_not_into_what_it_keeps(
     assert len([row for row in rows if own and row.split(",")[own[0]]]) == 3  # steps 0, 2 and 4
 
 
-def test_a_loop_of_fabric_is_guarded_by_what_setup_returns(found: list[dict[str, Any]]) -> None:
+def test_a_loop_of_fabric_is_guarded_and_its_own_backward_run_again_in_low_precision(
+    found: list[dict[str, Any]],
+) -> None:
     for each in (rank["fabric"] for rank in found):
         first, *rows = each["error"]
         assert first == f"rank 1, step 3, micro-batch 0, {LOSS}"

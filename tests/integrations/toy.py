@@ -56,15 +56,16 @@ class Data(pl.LightningDataModule):
 
 
 class Toy(pl.LightningModule):
-    """Trains with either kind of optimization; ``update`` is what a bad step of the optimizer puts into a weight."""
+    """Trains with either kind of optimization, and counts its steps in what is no buffer."""
 
-    def __init__(self, manual: bool = False, returns_dict: bool = False) -> None:
+    def __init__(self, manual: bool = False, returns_dict: bool = False, step_every: int = 1) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(FEATURES, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1))
         self.head = nn.Linear(32, CLASSES)
         self.automatic_optimization = not manual
         self.returns_dict = returns_dict
-        self.num_steps = 0
+        self.num_steps, self.step_every = 0, step_every
+        self.kept: dict[str, Any] = {"labels": [], "steps": torch.zeros(())}
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.net(x))
@@ -77,13 +78,16 @@ class Toy(pl.LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
         x, y = batch
         self.num_steps += 1
+        self.kept["labels"].append(len(y))
+        self.kept["steps"] += 1
         loss = self.balanced(self(x), y)
         self.log("train_loss", loss, on_step=True, on_epoch=True)
         if not self.automatic_optimization:
             optimizer: Any = self.optimizers()
-            optimizer.zero_grad()
             self.manual_backward(loss)
-            optimizer.step()
+            if self.num_steps % self.step_every == 0:
+                optimizer.step()
+                optimizer.zero_grad()
             return None
         return {"loss": loss, "y": y} if self.returns_dict else loss
 
@@ -92,3 +96,11 @@ class Toy(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=0.02)
+
+
+class Drawing(Toy):
+    """Takes its batches from the loader itself."""
+
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]  # Lightning goes by the name
+        (x, y), *_ = next(dataloader_iter)
+        return self.balanced(self(x), y)

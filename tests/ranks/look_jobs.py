@@ -244,13 +244,13 @@ class Scratch(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.lin = nn.Linear(4, 4)
-        self.counted = {"calls": 0}
+        self.calls = itertools.count()  # no second look puts that back
 
     def forward(self, values: Tensor) -> Tensor:
-        self.counted["calls"] += 1
+        call = next(self.calls)
         scratch = torch.empty(4)
-        if self.counted["calls"] != BAD_STEP + 3:  # in the third run of the step nobody writes it
-            is_bad = self.counted["calls"] == BAD_STEP + 1 and dist.get_rank() == 1
+        if call != BAD_STEP + 2:  # in the third run of the step nobody writes it
+            is_bad = call == BAD_STEP and dist.get_rank() == 1
             scratch.numpy()[:] = numpy.nan if is_bad else 0.0
         return self.lin(values) + scratch  # type: ignore[no-any-return]
 

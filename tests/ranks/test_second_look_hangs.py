@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,10 +105,10 @@ class _Net(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
         self.fall = fall
-        self.counted = {"calls": 0}
+        self.counted = SimpleNamespace(calls=0)
 
     def forward(self, values: Tensor, divisor: Tensor) -> Tensor:
-        self.counted["calls"] += 1
+        self.counted.calls += 1
         values = self.first(values)
         self.came_by(in_backward=False)
         if self.fall.talks:
@@ -120,7 +121,7 @@ class _Net(nn.Module):
     def came_by(self, in_backward: bool) -> None:
         calls = BAD_STEP + 1 + self.fall.run
         here = self.fall.rank in (dist.get_rank(), None) and in_backward == self.fall.in_backward
-        if here and self.counted["calls"] == calls:
+        if here and self.counted.calls == calls:
             _HOW[self.fall.how]()
 
 

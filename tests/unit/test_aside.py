@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from typing import Any
 
 import pytest
@@ -164,3 +165,34 @@ def test_hooks_of_the_job_are_told_from_ours() -> None:
     watch.remove()
     model.weight.register_hook(lambda gradient: gradient * 2)
     assert has_hooks_of_the_job(model.weight)
+
+
+class Keeping(nn.Module):
+    """Changes in place what it keeps in attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total, self.seen = torch.zeros(2), deque([1], maxlen=2)
+        self.states: dict[str, Any] = {"preds": [torch.ones(1)], "names": {"one"}}
+        self.register_buffer("count", torch.zeros(1))
+        self.alias = self.count
+
+    def forward(self, value: Tensor) -> None:
+        self.total += value
+        self.seen.append(2)
+        self.states["preds"].append(value)
+        self.states["preds"][0].mul_(3)
+        self.states["names"].clear()
+        self.states["more"] = ()
+        self.count += 1
+
+
+def test_what_a_call_changes_in_place_holds_again_what_it_held() -> None:
+    model = Keeping()
+    total, preds = model.total, model.states["preds"]
+    with attributes_kept(model):
+        model(torch.full((2,), float("nan")))
+    assert model.total is total and total.tolist() == [0, 0]
+    assert list(model.seen) == [1] and model.states == {"preds": [torch.ones(1)], "names": {"one"}}
+    assert model.states["preds"] is preds
+    assert model.alias is model.count and model.count == 1  # buffers are put back by those that run the step

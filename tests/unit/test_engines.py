@@ -119,3 +119,17 @@ def test_a_weight_that_was_written_after_the_update_fails_the_check_before_it_is
     assert "state: bias is +Inf" in str(caught.value).splitlines()[0]
     notes = [note for note in caught.value.report.notes if "checkpoint" in note]
     assert notes == ["last checkpoint that was checked before it was saved: saved/one.pt (weights before step 1)"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1.0])
+def test_an_interrupt_after_a_bad_update_leaves_nothing_to_be_saved(value: float) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("mask", torch.full((2,), -float("inf")))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = NanGuard(model, optimizer, dump_dir=None)
+    guard.run(lambda called, batch: called(batch).sum(), guard.begin(torch.ones(1, 2))).backward()
+    optimizer.step()
+    with torch.no_grad():
+        model.bias[1] = value
+    assert guard.on_exception(KeyboardInterrupt()) == (value == 1)
+    assert guard.on_exception(KeyboardInterrupt())  # a guard that has gone knows of nothing

@@ -245,3 +245,21 @@ def test_a_wrong_layer_in_the_environment_is_refused_at_construction(monkeypatch
     model = Net()
     with pytest.raises(ValueError, match=r"NANGUARD_INJECT=.*option layer='nowhere' does not fit; valid: \"\", stem"):
         NanGuard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_an_update_that_runs_its_backward_in_a_closure_belongs_to_the_step_of_that() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = NanGuard(model, optimizer, dump_dir=None)
+    inject(model, rank=0, step=1, layer="", phase="optimizer")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = guard(torch.ones(1, 2)).sum()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+        return loss
+
+    optimizer.step(closure)
+    optimizer.step(closure)
+    with pytest.raises(NonFiniteError, match=r"^rank 0, step 1, optimizer: weight is NaN after the update"):
+        optimizer.step(closure)
