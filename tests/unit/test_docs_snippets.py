@@ -44,7 +44,13 @@ def _blocks() -> list[Any]:
 
 BLOCKS = _blocks()
 PYTHON = [block for block in BLOCKS if block.values[0] == "python"]
-RUN_HERE = [block for block in PYTHON if not any(mark in block.values[1] for mark in ELSEWHERE)]
+OWN_TEST = "trainers.md"
+"""Its programs are run whole, each in processes of its own: tests/integrations/test_trainers_page.py."""
+RUN_HERE = [
+    block
+    for block in PYTHON
+    if not str(block.id).startswith(OWN_TEST) and not any(mark in block.values[1] for mark in ELSEWHERE)
+]
 
 
 class Net(nn.Module):

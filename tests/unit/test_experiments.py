@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,13 @@ def test_repetition_counts(tmp_path: Path) -> None:
 
 
 class Unwritten(Body):
+    """Its last row is memory that nobody wrote; only what poison fills integers with makes a NaN of it."""
+
     def forward(self, values: Tensor) -> Tensor:
-        room = torch.empty(6, 4)
+        room = torch.empty(6, 4, dtype=torch.int64)
         room[:5] = 0
-        return self.b(self.a(values) + room)  # type: ignore[no-any-return]
+        poisoned = room == torch.iinfo(torch.int64).max
+        return self.b(self.a(values) + torch.where(poisoned, math.nan, 0.0))  # type: ignore[no-any-return]
 
 
 def test_poisoned_memory_shows_what_was_not_written(tmp_path: Path) -> None:
