@@ -107,7 +107,9 @@ def _check_module(way: str, module: str, names: list[str], first: list[Ended], s
             check_error(found, case.reason, one.report)
 
 
-@pytest.mark.parametrize("way", CHANGES)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.exhaustive] * (way == "compiled")) for way in CHANGES]
+)
 def test_one_of_each_group(way: str, tmp_path: Path) -> None:
     _check(way, False, tmp_path)
 

@@ -50,9 +50,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return run
 
 
-@pytest.fixture(
-    params=[pytest.param(each, marks=[pytest.mark.exhaustive] * (each in ("plain", "fsdp1"))) for each in WRAPPERS]
-)
+@pytest.fixture(params=[pytest.param(each, marks=[pytest.mark.exhaustive] * (each != "ddp")) for each in WRAPPERS])
 def wrapper(request: pytest.FixtureRequest, device: str) -> str:
     if device == REAL:
         pytest.skip("two ranks need two GPUs")

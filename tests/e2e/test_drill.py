@@ -74,6 +74,7 @@ def test_a_guard_that_is_off_fails_the_drill(tmp_path: Path) -> None:
     assert ended.output.splitlines()[-1].startswith("drill: FAILED: 2 of 3 promises: forward: stopped; forward: the f")
 
 
+@pytest.mark.exhaustive
 def test_an_input_of_integers_has_no_place_for_the_fault_and_fails_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -69,7 +69,7 @@ def test_the_dump_is_run_again_by_the_script_of_the_training_as_the_culprit(
     directory: Path, found: list[dict[str, Any]]
 ) -> None:
     dump = directory / "stopped" / found[0]["stopped"]["dump"]
-    again = replay(dump, str(Path(__file__).parent / "lightning_train.py"), options=("--trace",))
+    again = replay(dump, str(Path(__file__).parent / "lightning_train.py"), options=("--trace", "--as-rank", "0"))
     assert (again.code, again.outcome["outcome"], again.outcome["rank"]) == (0, "same", 1), again
     assert first_line(again) == ("aten.div.Tensor", LINE)
 

@@ -89,10 +89,7 @@ def launch(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def _marks(wrapper: str, rank: int) -> list[pytest.MarkDecorator]:
-    """DDP has both ranks; what is planted under FSDP1, and on the other rank of FSDP2, waits for a run of everything.
-
-    FSDP1's faults are planted and replayed all the same, see `test_replays_meet_it_again`.
-    """
+    """DDP has both ranks; what is planted under FSDP1, and on the other rank of FSDP2, waits for a run of everything."""
     return [pytest.mark.exhaustive] if wrapper == "fsdp1" or (wrapper, rank) == ("fsdp2", 0) else []
 
 
@@ -113,7 +110,7 @@ def test_both_ranks_name_what_was_planted(wrapper: str, phase: str, rank: int, l
     assert [record.error_step for record in records] == [STEP + (phase == "optimizer")] * 2
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp1", "fsdp2"])
+@pytest.mark.parametrize("wrapper", ["ddp", pytest.param("fsdp1", marks=pytest.mark.exhaustive), "fsdp2"])
 def test_replays_meet_it_again(wrapper: str, launch: Launch) -> None:
     """The recipe knows nothing of it: the dump does."""
     ran = launch(wrapper)

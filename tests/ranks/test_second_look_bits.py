@@ -120,5 +120,6 @@ def test_training_goes_on_to_the_bit(looks: list[Look]) -> None:
     _check_all(looks)
 
 
+@pytest.mark.exhaustive
 def test_it_leaves_no_trace_on_a_mesh_of_two_dimensions() -> None:
     _check_all(ON_MESH, world_size=4)
