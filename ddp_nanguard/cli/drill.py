@@ -188,7 +188,8 @@ def _about_stop(ran: JobResult, dump: Path | None) -> list[Check]:
     together = all(code == expected for code in codes)
     shown = ", ".join("none" if code is None else str(code) for code in codes)
     rows = [Check("every worker's exit code", together, f"{shown}; promised: {expected}")]
-    messages = [message for text in ran.texts if (message := error_message(text)) is not None]
+    messages = [stop.text for stop in ran.told]
+    messages = messages or [message for text in ran.texts if (message := error_message(text)) is not None]
     same = len(messages) == count and len(set(messages)) == 1
     if same:
         return [*rows, Check("one text on all ranks", True, messages[0].splitlines()[0])]

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ddp_nanguard.config import ENV_INJECT
+from ddp_nanguard.distributed.launcher import ENV_RUN, Stop, read_stops
 
 from .job_output import worker_texts
 
@@ -34,8 +35,9 @@ class JobResult:
     Attributes:
         code: of the command; None where it had to be killed.
         seconds: its duration.
-        codes: exit codes of the workers by rank, as far as they are known.
+        codes: exit codes of the workers by rank, as far as they are known: from torchrun, else as the ranks have told.
         texts: output of each worker, in rank order; the whole output where the command is not torchrun.
+        told: what each stopped rank has left, where the command is not torchrun: a trainer may start its own ranks.
         said: lines that the fault injection printed, without duplicates.
         left: processes that were left when the command had ended, and were killed.
         stopped_because: why the drill ended the job; None where it ended by itself.
@@ -48,6 +50,7 @@ class JobResult:
     said: list[str]
     left: list[str] = field(default_factory=list)
     stopped_because: str | None = None
+    told: list[Stop] = field(default_factory=list)
 
 
 def run_job(command: Sequence[str], timeout_s: float, directory: Path, environment: dict[str, str]) -> JobResult:
@@ -59,7 +62,9 @@ def run_job(command: Sequence[str], timeout_s: float, directory: Path, environme
         directory: gets ``logs`` and ``output.txt``.
         environment: of the job, with `ENV_DRILL_ID`.
     """
-    logs = directory / "logs"
+    logs, stops = directory / "logs", directory / "stops"
+    stops.mkdir(exist_ok=True)
+    environment = {**environment, ENV_RUN: str(stops)}
     begun = time.monotonic()
     with (directory / "output.txt").open("w") as output:
         job = subprocess.Popen(
@@ -77,7 +82,9 @@ def run_job(command: Sequence[str], timeout_s: float, directory: Path, environme
     whole = (directory / "output.txt").read_text(errors="replace")
     texts = worker_texts(logs) or [whole]
     is_torchrun = launcher_end(command) is not None
+    told = [] if is_torchrun else read_stops(stops)
     codes = {int(rank): int(code) for rank, code in _FAILED.findall(whole)} if is_torchrun else {0: job.returncode}
+    codes |= {stop.rank: stop.exit_code for stop in told if stop.rank}  # rank 0 may be the command itself
     return JobResult(
         code=job.returncode if ended_by_itself else None,
         seconds=time.monotonic() - begun,
@@ -86,6 +93,7 @@ def run_job(command: Sequence[str], timeout_s: float, directory: Path, environme
         said=list(dict.fromkeys(said.strip() for text in [*texts, whole] for said in _SAID.findall(text))),
         left=left if ended_by_itself else [],
         stopped_because=reason,
+        told=told,
     )
 
 

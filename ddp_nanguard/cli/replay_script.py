@@ -6,8 +6,9 @@ import argparse
 import dataclasses
 import json
 import os
+import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ddp_nanguard.diagnosis.experiments import KEEP_DTYPE, OWN_CASTS, ExperimentResult, changed_result, repeated
@@ -41,6 +42,7 @@ def replay_script(options: argparse.Namespace) -> int:
             paths = os.pathsep.join(options.dump)
             reason += f": {replay_all_text(paths, script_text(options.job), dump.world_size)}"
         return _tell_cannot(options, dump, rank, reason)
+    _tell_other_command(dump, options.job)
     runs = _Runs(dump, rank, options)
     wants_trace, is_compiled = options.trace or options.pdb, dump.manifest.wrapper_description.compiled
     ended = runs.run(trace=wants_trace and not is_compiled)
@@ -55,6 +57,23 @@ def replay_script(options: argparse.Namespace) -> int:
         experiments = {result.name: result.to_dict() for result in results}
         print(json.dumps({**data, **({"experiments": experiments} if results else {})}))
     return code
+
+
+def _tell_other_command(dump: Dump, job: Sequence[str]) -> None:
+    """Say what of the command is not as in the run: a fix is tried by it, or it is a slip."""
+    recorded = shlex.split(script_text(dump.manifest.run.command))
+    given, then = _script_and_arguments(job), _script_and_arguments(recorded)
+    if then and given != then:
+        print(f"note: this is another command than that of the run, which was: {shlex.join(recorded)}", file=sys.stderr)
+
+
+def _script_and_arguments(command: Sequence[str]) -> list[str]:
+    """From the script or module on, without directories; [] where there is none, as in ``-c``."""
+    for position, word in enumerate(command[1:], 1):
+        is_value = command[position - 1] in ("-W", "-X")  # of an option of Python's
+        if not is_value and (word == "-m" or not word.startswith("-")):
+            return [os.path.basename(command[position]), *command[position + 1 :]]
+    return []
 
 
 def _of_trace(data: dict[str, Any]) -> dict[str, Any]:

@@ -86,7 +86,8 @@ def _write_picture(content: PageContent, file: str) -> None:
 def _write(file: str, page: str) -> None:
     with _told("--out", file):
         Path(file).write_text(page, encoding="utf-8")
-    print(f"{file}: {len(page.encode()) / 1e6:.1f} MB")
+    size = len(page.encode())
+    print(f"wrote {Path(file).absolute()} ({f'{size / 1e6:.1f} MB' if size > 1e5 else f'{size / 1e3:.0f} KB'})")
 
 
 @contextlib.contextmanager
@@ -108,5 +109,7 @@ def _write_index(options: argparse.Namespace) -> int:
             flag = f"--{name.replace('_', '-')}"
             raise DumpError(f"option {flag} is for one dump; {' '.join(options.paths)} is none, see: ddp-nanguard list")
     dumps = list_dumps(options.paths)
+    if not dumps:
+        raise DumpError(f"{' '.join(options.paths)}: no dumps in or below it; give the dump_dir of a run")
     _write("index.html" if options.out is None else options.out, index_page(dumps, incidents(dumps), options.paths))
     return 0

@@ -70,8 +70,12 @@ def forget_stop() -> None:
 
 def read_stop(directory: Path) -> Stop | None:
     """What the rank where the fault began has left, else the first one; None where the guard stopped none."""
-    found = sorted(_stops(directory), key=lambda stop: (not stop.began_here, stop.rank))
-    return found[0] if found else None
+    return next(iter(sorted(read_stops(directory), key=lambda stop: not stop.began_here)), None)
+
+
+def read_stops(directory: Path) -> list[Stop]:
+    """What all ranks have left that the guard stopped, in rank order."""
+    return sorted(_stops(directory), key=lambda stop: stop.rank)
 
 
 def _tell_torchrun(stop: Stop) -> None:

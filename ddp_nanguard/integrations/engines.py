@@ -6,11 +6,12 @@ runs it. Read on in: `lightning`, `transformers`, `accelerate`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
+from ddp_nanguard.config import GuardConfig
 from ddp_nanguard.guard import NanGuard
 
 
@@ -31,6 +32,18 @@ def guard_engine(guard: NanGuard, engine: Any) -> WatchedEngine:
     Collective: one verdict per update, which an optimizer of torch that the engine steps shares.
     """
     return WatchedEngine(guard, engine)
+
+
+_OF_THE_GUARD = ("scaler", "replay", "group", "on_event", "on_metrics")
+
+
+def require_options(options: Mapping[str, Any]) -> None:
+    """Refuse options of a guard that do not fit when they are given, and not only when training starts.
+
+    Raises:
+        ValueError: names the option, the value and the valid ones.
+    """
+    GuardConfig.from_code_and_environment({name: each for name, each in options.items() if name not in _OF_THE_GUARD})
 
 
 class OnObject:

@@ -19,7 +19,7 @@ from torch import Tensor
 from ddp_nanguard.config import ENV_REPLAY
 from ddp_nanguard.guard import NanGuard
 
-from .engines import OnObject, TrainerStep
+from .engines import OnObject, TrainerStep, require_options
 
 if TYPE_CHECKING or "pytorch_lightning" not in sys.modules or "lightning.pytorch" in sys.modules:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -54,6 +54,7 @@ class NanGuardCallback(Callback):
 
     def __init__(self, *, replay_from: str | os.PathLike[str] | None = None, **options: Any) -> None:
         self.guard: NanGuard | None = None
+        require_options(options)
         self._replay_from = replay_from
         self._options = options
         self._wrapped: _WrappedStrategy | _NothingSaved | None = None

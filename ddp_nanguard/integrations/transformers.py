@@ -20,7 +20,7 @@ from transformers import Trainer, TrainerCallback
 from ddp_nanguard.config import ENV_REPLAY
 from ddp_nanguard.guard import NanGuard
 
-from .engines import OnObject, TrainerStep, WatchedBackward, WatchedEngine
+from .engines import OnObject, TrainerStep, WatchedBackward, WatchedEngine, require_options
 
 NUMBER = "num_items_in_batch"
 """Of the labels in the whole window, on all ranks: an argument of ``training_step`` and ``compute_loss``."""
@@ -36,7 +36,8 @@ def guard_trainer(trainer: Trainer, **options: Any) -> Trainer:
     Returns:
         ``trainer``.
     """
-    trainer.add_callback(NanGuardCallback(trainer, **options))
+    callback = NanGuardCallback(trainer, **options)
+    trainer.add_callback(callback)
     return trainer
 
 
@@ -56,13 +57,23 @@ class NanGuardCallback(TrainerCallback):
         guard: while training runs, else None.
 
     Raises:
-        ValueError: on every rank when training starts, as from `NanGuard`.
+        ValueError: where it is made, for what is no trainer and for an option that does not fit; on every rank when
+            training starts, as from `NanGuard`.
         NonFiniteError: on every rank, out of ``trainer.train``.
 
     Collective: those of `NanGuard`, and those of ``guard.check()`` before each checkpoint.
     """
 
-    def __init__(self, trainer: Trainer, *, replay_from: str | os.PathLike[str] | None = None, **options: Any) -> None:
+    def __init__(
+        self, trainer: Trainer | None = None, *, replay_from: str | os.PathLike[str] | None = None, **options: Any
+    ) -> None:
+        if not isinstance(trainer, Trainer):
+            raise ValueError(
+                f"NanGuardCallback({type(trainer).__name__}): give the trainer that it is a callback of, as in "
+                "trainer.add_callback(NanGuardCallback(trainer)) or guard_trainer(trainer); Lightning's is "
+                "ddp_nanguard.integrations.lightning.NanGuardCallback"
+            )
+        require_options(options)
         self.guard: NanGuard | None = None
         self._trainer: Any = trainer
         self._replay_from = replay_from

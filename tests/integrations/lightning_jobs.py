@@ -199,7 +199,18 @@ def _fabric() -> dict[str, Any]:
     return {"error": None}
 
 
+def _misspelled() -> dict[str, Any]:
+    from ddp_nanguard.integrations.lightning import NanGuardCallback
+
+    try:
+        NanGuardCallback(dump_dri="nan_dumps")
+    except ValueError as error:
+        return {"error": str(error)}
+    return {"error": None}
+
+
 JOBS = {
+    "misspelled": _misspelled,
     "stopped": lambda: fit(val_check_interval=0.5, limit_val_batches=1, num_sanity_val_steps=1),
     "accumulated": lambda: fit(accumulate_grad_batches=2, gradient_clip_val=1.0),
     "manual": lambda: fit(module={"manual": True}),

@@ -139,6 +139,10 @@ def test_a_loop_of_fabric_is_guarded_and_its_own_backward_run_again_in_low_preci
         assert "  operator: aten.div.Tensor" in rows and "  again:    same on all 2 ranks: deterministic" in rows
 
 
+def test_an_option_that_does_not_exist_is_refused_before_anything_is_launched(found: list[dict[str, Any]]) -> None:
+    assert found[0]["misspelled"]["error"].startswith("unknown option 'dump_dri'; valid options: ")
+
+
 def test_a_stopped_fit_that_is_caught_leaves_a_process_that_can_train(found: list[dict[str, Any]]) -> None:
     for each in (rank["twice"] for rank in found):
         assert each["first"]["error"][0].endswith(LOSS)

@@ -89,7 +89,7 @@ def launch(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def _marks(wrapper: str, rank: int) -> list[pytest.MarkDecorator]:
-    """DDP has both ranks; what is planted under FSDP1, and on the other rank of FSDP2, waits for a run of everything."""
+    """DDP has both ranks; FSDP1, and the other rank of FSDP2, wait for a run of everything."""
     return [pytest.mark.exhaustive] if wrapper == "fsdp1" or (wrapper, rank) == ("fsdp2", 0) else []
 
 

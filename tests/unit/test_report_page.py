@@ -273,8 +273,14 @@ def test_the_index_tells_dumps_of_one_fault_together(tmp_path, capsys):
 
 def test_the_page_goes_where_it_is_asked_for(path, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert run_cli(capsys, "report", path) == (0, "report.html: 2.0 MB\n", "")
-    assert run_cli(capsys, "report", path.parent) == (0, "index.html: 0.0 MB\n", "")
+    assert run_cli(capsys, "report", path) == (0, f"wrote {tmp_path}/report.html (2.0 MB)\n", "")
+    code, told, _ = run_cli(capsys, "report", path.parent)
+    assert (code, told.startswith(f"wrote {tmp_path}/index.html ("), told.endswith(" KB)\n")) == (0, True, True)
+    (tmp_path / "empty").mkdir()
+    assert run_cli(capsys, "report", "empty")[::2] == (
+        2,
+        "ddp-nanguard: empty: no dumps in or below it; give the dump_dir of a run\n",
+    )
     assert run_cli(capsys, "report", path, "-o", "a/b.html")[::2] == (
         2,
         "ddp-nanguard: option --out=a/b.html: No such file or directory; give a file that can be written\n",
