@@ -38,9 +38,13 @@ def fit(
     callbacks: tuple[Any, ...] = (),
     resume: str | None = None,
     plain: bool = False,
+    is_fitted_again: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """One ``Trainer.fit`` in the working directory, and what is to be known of it afterwards."""
+    """One ``Trainer.fit`` in the working directory, and what is to be known of it afterwards.
+
+    ``is_fitted_again``: whether there is a clean fit before, and ``Trainer.validate`` between the two.
+    """
     import lightning.pytorch as pl
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.loggers import CSVLogger
@@ -65,6 +69,10 @@ def fit(
         **{"max_epochs": 1, "limit_val_batches": 0, **options},
     )
     error: BaseException | None = None
+    if is_fitted_again:
+        trainer.fit(model, toy.Data(is_bad=False))
+        trainer.validate(model, toy.Data(), verbose=False)
+        trainer.fit_loop.max_epochs = 2
     try:
         trainer.fit(model, toy.Data(is_bad), ckpt_path=resume)
     except NonFiniteError as raised:
@@ -219,6 +227,8 @@ JOBS = {
     "dict": lambda: fit(module={"returns_dict": True}),
     "skipped": lambda: fit(guard={"on_fault": "skip"}),
     "scaled": lambda: fit(plugins=[_scaled()]),
+    "half": lambda: fit(is_bad=False, module={"is_half": True}, plugins=[_scaled()]),
+    "again": lambda: fit(is_fitted_again=True),
     "clean": _clean_and_bare,
     "bad update": _bad_update,
     "logged": lambda: fit(is_bad=False, guard={"log_every": 2, "dump_dir": None}),

@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--strategy", default="ddp")
     parser.add_argument("--module", default="Toy")
     parser.add_argument("--manual", action="store_true")
+    parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--detect-anomaly", action="store_true")
     parser.add_argument("--replay-from")
@@ -56,7 +57,7 @@ def main() -> None:
         callbacks.append(OnExceptionCheckpoint("saved", "exception"))
     trainer = pl.Trainer(
         accelerator="cpu",
-        devices=2,
+        devices=options.devices,
         strategy=strategy,
         max_epochs=1,
         logger=False,

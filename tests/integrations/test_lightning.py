@@ -43,6 +43,7 @@ def found(directory: Path) -> list[dict[str, Any]]:
         ("dict", "rank 1, step 3, micro-batch 0"),
         ("scaled", "rank 1, step 3, micro-batch 0"),
         ("resumed", "rank 1, step 9, micro-batch 0"),
+        ("again", "rank 1, step 9, micro-batch 0"),
     ],
 )
 def test_every_rank_stops_before_the_update_and_names_the_operator(
@@ -137,6 +138,11 @@ def test_a_loop_of_fabric_is_guarded_and_its_own_backward_run_again_in_low_preci
         first, *rows = each["error"]
         assert first == f"rank 1, step 3, micro-batch 0, {LOSS}"
         assert "  operator: aten.div.Tensor" in rows and "  again:    same on all 2 ranks: deterministic" in rows
+
+
+def test_a_loss_that_only_overflows_when_it_is_scaled_is_no_fault(found: list[dict[str, Any]]) -> None:
+    for each in (rank["half"] for rank in found):
+        assert each["error"] is None and each["num_steps"] == 6 and not each["bad"]
 
 
 def test_an_option_that_does_not_exist_is_refused_before_anything_is_launched(found: list[dict[str, Any]]) -> None:

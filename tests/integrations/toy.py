@@ -58,12 +58,15 @@ class Data(pl.LightningDataModule):
 class Toy(pl.LightningModule):
     """Trains with either kind of optimization, and counts its steps in what is no buffer."""
 
-    def __init__(self, manual: bool = False, returns_dict: bool = False, step_every: int = 1) -> None:
+    def __init__(
+        self, manual: bool = False, returns_dict: bool = False, is_half: bool = False, step_every: int = 1
+    ) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(FEATURES, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1))
         self.head = nn.Linear(32, CLASSES)
         self.automatic_optimization = not manual
         self.returns_dict = returns_dict
+        self.is_half = is_half
         self.num_steps, self.step_every = 0, step_every
         self.kept: dict[str, Any] = {"labels": [], "steps": torch.zeros(())}
 
@@ -89,6 +92,8 @@ class Toy(pl.LightningModule):
                 optimizer.step()
                 optimizer.zero_grad()
             return None
+        if self.is_half:
+            return loss.half()  # times 65536 it overflows, which the scaler is there for
         return {"loss": loss, "y": y} if self.returns_dict else loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
