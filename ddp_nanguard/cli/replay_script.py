@@ -72,7 +72,8 @@ def _script_and_arguments(command: Sequence[str]) -> list[str]:
     for position, word in enumerate(command[1:], 1):
         is_value = command[position - 1] in ("-W", "-X")  # of an option of Python's
         if not is_value and (word == "-m" or not word.startswith("-")):
-            return [os.path.basename(command[position]), *command[position + 1 :]]
+            rest = [part for each in command[position + 1 :] for part in each.split("=", 1)]  # --lr=1 is --lr 1
+            return [os.path.basename(word), *rest]
     return []
 
 

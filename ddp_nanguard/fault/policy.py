@@ -381,7 +381,7 @@ class FaultPolicy:
         try:
             with torch.no_grad():
                 return bool(rescan(self.context, record).nonfinite_state.lasting())
-        except RuntimeError as failure:
+        except Exception as failure:  # nothing may take the place of the exception that is on its way
             say(logging.ERROR, f"state cannot be read any more: {line_of(failure)}")
             return False
 

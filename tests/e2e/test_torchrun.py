@@ -33,6 +33,7 @@ def test_the_demo_stops_names_and_replays(demo: tuple[subprocess.CompletedProces
     assert "loss is NaN" in ended.stdout
     assert "all 2 ranks raised this same text; workers ended with code 65" in ended.stdout
     assert "bit for bit the same" in ended.stdout
+    assert "another command" not in ended.stdout + ended.stderr
     assert len(list(dumps.glob("step-*"))) == 1
 
 

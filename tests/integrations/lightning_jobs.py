@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,12 @@ import torch
 
 from ddp_nanguard import NanGuard, NonFiniteError
 from ddp_nanguard.dump.read import open_dump
-from tests.replaying import torchrun_variables
+from tests.integrations.in_turn import in_turn
 
 
 def fits(rank: int, world_size: int, directory: str, names: list[str]) -> dict[str, dict[str, Any]]:
     """What came of each training of `JOBS`, by its name."""
-    warnings.simplefilter("ignore")
-    os.environ |= torchrun_variables(rank, world_size)
-    found = {}
-    for name in names:
-        place = Path(directory) / name
-        place.mkdir(exist_ok=True)
-        os.chdir(place)
-        found[name] = JOBS[name]()
-    return found
+    return in_turn(JOBS, rank, world_size, directory, names)
 
 
 def fit(

@@ -59,6 +59,12 @@ def found_more(directory: Path) -> list[dict[str, Any]]:
     return launched(directory, transformers_jobs.MORE, timeout_s=170)
 
 
+def test_a_callback_without_its_trainer_is_told_how_it_is_given(found: list[dict[str, Any]]) -> None:
+    told = found[0]["misused"]["error"]
+    assert told.startswith("NanGuardCallback(NoneType): give the trainer that it is a callback of")
+    assert "guard_trainer(trainer)" in told
+
+
 def require_stop_at_line(ranks: list[dict[str, Any]], name: str, where: str) -> None:
     assert ranks[0][name]["error"] == ranks[1][name]["error"]
     for each in (rank[name] for rank in ranks):

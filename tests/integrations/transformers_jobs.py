@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +11,13 @@ import torch
 
 from ddp_nanguard import NanGuard, NonFiniteError
 from ddp_nanguard.dump.read import open_dump
-from tests.replaying import torchrun_variables
+from tests.integrations.in_turn import in_turn
 
 
 def trainings(rank: int, world_size: int, directory: str, names: list[str]) -> dict[str, dict[str, Any]]:
     """What came of each training of `JOBS`, by its name."""
-    warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    if world_size > 1:
-        os.environ |= torchrun_variables(rank, world_size)
-    found = {}
-    for name in names:
-        place = Path(directory) / name
-        place.mkdir(exist_ok=True)
-        os.chdir(place)
-        found[name] = JOBS[name]()
-    return found
+    return in_turn(JOBS, rank, world_size, directory, names)
 
 
 def train(
@@ -260,7 +249,19 @@ def _scaled() -> dict[str, Any]:
 
 EACH_STEP = {"save_strategy": "steps", "save_steps": 1}
 
+
+def _misused() -> dict[str, Any]:
+    from ddp_nanguard.integrations.transformers import NanGuardCallback
+
+    try:
+        NanGuardCallback()
+    except ValueError as error:
+        return {"error": str(error)}
+    return {"error": None}
+
+
 JOBS = {
+    "misused": _misused,
     "stopped": lambda: train(eval_strategy="steps", eval_steps=2),
     "accumulated": lambda: train(gradient_accumulation_steps=2),
     "own tokens": lambda: train(loss=None, average_tokens_across_devices=False),
@@ -282,6 +283,6 @@ JOBS = {
     "scaled": _scaled,
 }
 ALONE = ("one process", "own check", "scaled")
-ON_TWO_RANKS = ("stopped", "own loss", "own step", "clean", "bad update", "accelerate")
+ON_TWO_RANKS = ("misused", "stopped", "own loss", "own step", "clean", "bad update", "accelerate")
 MORE = tuple(name for name in JOBS if name not in (*ALONE, *ON_TWO_RANKS))
 """On two ranks, and too long for each run of the suite."""

@@ -23,6 +23,7 @@ def test_a_script_that_waits_for_an_object_of_another_rank_is_started_again_as_t
     assert lost.outcome["recorded"]["phase"] == "loss"
     found = replay(dump, str(SCRIPTS / "in_main.py"), "--accumulate", "2", "--share")
     assert "started again as that rank" in found.output
+    assert "another command than that of the run, which was: python" in found.output  # which had no --share
     assert (found.code, found.outcome["outcome"], found.outcome["rank"]) == (0, "same", 1), found
 
 

@@ -12,7 +12,7 @@ from ddp_nanguard.dump.incidents import incidents
 from ddp_nanguard.dump.manifest import settings
 from ddp_nanguard.dump.rank_records import Device, RankEvidence
 from ddp_nanguard.report.fingerprint import fingerprint
-from ddp_nanguard.report.types import FaultReport, InlineCode, Phase
+from ddp_nanguard.report.types import FaultReport, FirstOperator, InlineCode, Phase, SecondLook
 from tests.dump_requests import report, request, site
 
 
@@ -39,6 +39,18 @@ def test_the_same_fault_elsewhere_has_the_same_fingerprint(change):
 )
 def test_another_fault_has_another_fingerprint(change):
     assert fingerprint(fault(**change)) != fingerprint(report())
+
+
+def looked(origin, code):
+    look = SecondLook("same", "same", FirstOperator(1, "aten.div.Tensor", "train.py:3 in step", code))
+    return dataclasses.replace(fault(**origin), second_look=look)
+
+
+def test_without_a_layer_the_statement_tells_faults_apart():
+    loss = {"phase": Phase.LOSS, "layer": None, "slot": "loss"}
+    assert fingerprint(looked(loss, "a / b")) == fingerprint(looked({**loss, "rank": 5}, "a / b"))
+    assert fingerprint(looked(loss, "a / b")) != fingerprint(looked(loss, "c / d"))
+    assert fingerprint(looked({}, "a / b")) == fingerprint(looked({}, "c / d"))  # a layer has a name of its own
 
 
 def test_a_fault_without_an_origin_is_the_same_as_no_other():
